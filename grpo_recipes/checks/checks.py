@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,14 +17,12 @@ from transformers.training_args import OptimizerNames
 from trl import GRPOConfig
 
 from grpo_recipes.checks import packages
-from grpo_recipes.checks import rewards as reward_checks
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, quantises, uses_bf16
-from grpo_recipes.checks.rewards import GoldCheck
-from grpo_recipes.checks.tools import Toolset, check_rows, load_toolset
-from grpo_recipes.checks.tools import check_rewards as check_environment_rewards
-from grpo_recipes.data import load as data
+from grpo_recipes.checks.rewards import GoldCheck, check_columns, check_golds, check_weights, gold_notes
+from grpo_recipes.checks.tools import Toolset, check_any_reward, check_rows, load_toolset
 from grpo_recipes.data.hub import is_missing
+from grpo_recipes.data.load import check_disjoint, check_responses, recipe_prompts
 from grpo_recipes.process.faults import FAULT_FILES
 from grpo_recipes.process.launcher import Layout
 from grpo_recipes.recipe.recipe import Recipe, find_file, model_config, naming, read_yaml
@@ -33,7 +31,7 @@ from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import EVALUATIONS, TEXT, check_names, read_object
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
-from grpo_recipes.runs.weights import adapter_config, check_descriptions
+from grpo_recipes.runs.weights import adapter_config, check_descriptions, holds_adapter
 from grpo_rewards.files import relative_to
 from grpo_rewards.registry import BuiltReward
 
@@ -44,6 +42,7 @@ Backend = Literal["torch", "deepspeed", "fsdp"]
 """Library that holds the weights and the optimizer. torch holds all of them on each process."""
 
 BACKENDS: Mapping[str, Backend] = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+"""Libraries by accelerate's `distributed_type`, which is also the end of the variable that `accelerate launch` sets."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,8 @@ class Machine:
         from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
         bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
-        backend: Backend = "torch"
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-            backend = "deepspeed"
-        elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
-            backend = "fsdp"
-        return cls(int(os.environ.get("WORLD_SIZE", "1")), bf16, backend)
+        used = (BACKENDS[name] for name in BACKENDS if os.environ.get(f"ACCELERATE_USE_{name}") == "true")
+        return cls(int(os.environ.get("WORLD_SIZE", "1")), bf16, next(used, "torch"))
 
     @classmethod
     def described(cls, accelerate_config: Path) -> Machine:
@@ -149,27 +144,28 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
         toolset = load_toolset(recipe)
-        check_environment_rewards(toolset, rewards)
+        check_any_reward(toolset, rewards)
         if rewards:
-            reward_checks.check_weights(rewards)
+            check_weights(rewards)
         _check_groups(recipe, geometry, rewards)
         check_reference(recipe)
         check_model_folders(recipe)
         _check_offline(recipe)
         check_early_stopping(recipe)
         check_machine(recipe, machine)
-        check_precision(recipe, machine)
+        batching = bool(recipe.config.use_transformers_continuous_batching)
+        precision_of(recipe, machine).check(continuous_batching=batching)
         packages.check_vllm(recipe.config, machine.num_processes, recipe.model)
         # The dataset comes last, because it may have to be downloaded.
-        trained = data.recipe_prompts(recipe)
+        trained = recipe_prompts(recipe)
         train_dataset, eval_dataset = trained.dataset, None
         geometry.check_dataset(len(train_dataset))
         geometry.check_saves(recipe.config, len(train_dataset))
         if recipe.offline is not None:
-            data.check_responses(train_dataset, recipe.offline, geometry.num_generations)
+            check_responses(train_dataset, recipe.offline, geometry.num_generations)
         if recipe.evaluates:
-            held_out = data.recipe_prompts(recipe, evaluation=True)
-            data.check_disjoint(trained, held_out, recipe.dataset)
+            held_out = recipe_prompts(recipe, evaluation=True)
+            check_disjoint(trained, held_out, recipe.dataset)
             eval_dataset = held_out.dataset
         check_rows(toolset, (train_dataset, eval_dataset))
         for dataset in (train_dataset, eval_dataset):
@@ -178,10 +174,10 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
                 columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
                 if toolset is not None and toolset.environments:
                     columns = [*columns, "environments"]
-                reward_checks.check_columns(rewards, columns)
-        golds = reward_checks.check_golds(rewards, train_dataset, trained.places)
-        gold_notes = reward_checks.gold_notes(rewards, train_dataset, trained.places)
-    return Checked(geometry, rewards, train_dataset, eval_dataset, golds, gold_notes, toolset)
+                check_columns(rewards, columns)
+        golds = check_golds(rewards, train_dataset, trained.places)
+        notes = gold_notes(rewards, train_dataset, trained.places)
+    return Checked(geometry, rewards, train_dataset, eval_dataset, golds, notes, toolset)
 
 
 def check_launch(recipe: Recipe, machine: Machine) -> None:
@@ -239,15 +235,8 @@ def precision_of(recipe: Recipe, machine: Machine, *, is_adapter: bool | None = 
             adapter on the hub is not recognized.
     """
     if is_adapter is None:
-        is_adapter = bool(recipe.model.get("use_peft")) or _holds_adapter(Path(recipe.model["model_name_or_path"]))
+        is_adapter = bool(recipe.model.get("use_peft")) or holds_adapter(Path(recipe.model["model_name_or_path"]))
     return Precision.of(recipe, optimizer_name(recipe, machine), backend_of(recipe, machine), is_adapter=is_adapter)
-
-
-def check_precision(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` for a combination of dtypes and optimizer that can't be trained."""
-    batching = bool(recipe.config.use_transformers_continuous_batching)
-    with recipe.naming_this_file():
-        precision_of(recipe, machine).check(continuous_batching=batching)
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -261,7 +250,7 @@ def check_model_exists(recipe: Recipe) -> None:
     """Raise `RecipeError` if the policy is a folder that does not exist or holds no model, or is a file."""
     name = str(recipe.model["model_name_or_path"])
     folder, place = Path(name), f"`model_name_or_path`: {name}"
-    if folder.exists() and not _holds_adapter(folder) and not (folder / "config.json").exists():
+    if folder.exists() and not holds_adapter(folder) and not (folder / "config.json").exists():
         problem = "it holds no model (no config.json, no adapter_config.json)"
         raise recipe.error(place, problem, "name the folder of a model")
     if is_missing(name):
@@ -271,7 +260,7 @@ def check_model_exists(recipe: Recipe) -> None:
 def model_positions(recipe: Recipe) -> int | None:
     """Return the positions that the policy or its base was made for, or None if no file on this machine says."""
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
-    if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
+    if holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
         name, revision = str(adapter.base_model_name_or_path), adapter.revision or "main"
     from transformers import AutoConfig  # takes seconds
 
@@ -288,17 +277,16 @@ def check_reference(recipe: Recipe) -> None:
         recipe.reference.check_refresh(recipe.config)
     policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
     adapter = Path(reference.adapter or "")
-    if reference.adapter and (is_missing(reference.adapter) or (adapter.is_dir() and not _holds_adapter(adapter))):
+    if reference.adapter and (is_missing(reference.adapter) or (adapter.is_dir() and not holds_adapter(adapter))):
         problem = f"there is no such folder with an adapter_config.json{relative_to(reference.adapter)}"
         raise recipe.error(f"`reference.adapter`: {reference.adapter}", problem, "correct it")
     new_adapter = recipe.model.get("use_peft", False)
-    if _holds_adapter(policy) and new_adapter:
-        problem = (
-            f"it asks for a new adapter, and `model_name_or_path` {policy} is one already, which training continues"
-        )
+    if holds_adapter(policy) and new_adapter:
+        already = f"`model_name_or_path` {policy} is one already, which training continues"
+        problem = f"it asks for a new adapter, and {already}"
         raise recipe.error("`use_peft`", problem, "remove it and the `lora_` keys")
     # Only a local folder shows whether it is an adapter. For a hub model, loading the policy decides.
-    if reference.name != "initial" and policy.is_dir() and not (new_adapter or _holds_adapter(policy)):
+    if reference.name != "initial" and policy.is_dir() and not (new_adapter or holds_adapter(policy)):
         needing = reference.adapter or reference.name
         problem = f"`{needing}` needs a policy with an adapter, and this is full fine-tuning"
         raise recipe.error("`reference`", problem, "set `use_peft: true`, or use `reference: initial`")
@@ -316,12 +304,8 @@ def check_model_folders(recipe: Recipe) -> None:
             model = Path(folder if adapter is None else str(adapter.base_model_name_or_path))
             if adapter is not None and model.is_dir():
                 check_descriptions(model)
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 read_object(model / "config.json", {"model_type": TEXT}, "copy or download the model again")
-
-
-def _holds_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
 
 
 def check_output_dir(recipe: Recipe) -> None:

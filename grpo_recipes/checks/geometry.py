@@ -135,9 +135,8 @@ class Geometry:
         key = {"steps": "save_steps", "best": "eval_steps"}.get(str(config.save_strategy))
         if key is None or config.save_only_model:
             return
-        if (
-            key == "eval_steps" and config.eval_strategy == "epoch"
-        ):  # an epoch always ends with its last generation batch
+        # An epoch always ends with its last generation batch.
+        if key == "eval_steps" and config.eval_strategy == "epoch":
             return
         total = self.optimizer_steps(config, num_prompts)
         interval = getattr(config, key) or config.logging_steps
@@ -171,6 +170,9 @@ class Geometry:
 
     def describe(self) -> str:
         """Return three lines of text: a generation batch, an optimizer step, and where groups lie."""
+        groups = "split over processes" if self.splits_groups else "whole on each process"
+        if self.num_generations == 1:
+            groups = "one: the whole generation"
         return (
             f"  generation      {self.prompts_per_generation} prompts × {self.num_generations} completions = "
             f"{self.generation_batch_size} completions on {_plural(self.num_processes, 'process', 'es')}, in "
@@ -179,7 +181,7 @@ class Geometry:
             f"  optimizer step  {self.completions_per_optimizer_step} completions "
             f"({self.completions_per_optimizer_step / self.num_generations:g} prompts); "
             f"each generation is trained on {_plural(self.num_iterations, 'time')}\n"
-            f"  groups          {self._describe_groups()}"
+            f"  groups          {groups}"
         )
 
     def epoch(self, num_prompts: int, max_completion_length: int) -> dict[str, int]:
@@ -213,11 +215,6 @@ class Geometry:
             "splits_groups": self.splits_groups,
         }
 
-    def _describe_groups(self) -> str:
-        if self.num_generations == 1:
-            return "one: the whole generation"
-        return "split over processes" if self.splits_groups else "whole on each process"
-
     def _sizes(self) -> str:
         return (
             f"per_device_train_batch_size {self.per_device_train_batch_size} × steps_per_generation "
@@ -248,9 +245,8 @@ def _check_multiple(key: str, size: int, factor: int, divisor: int, reason: str)
     if size * factor % divisor:
         step = divisor // math.gcd(divisor, factor)
         fits = math.ceil(size / step) * step
-        raise UserError(
-            f"`{key}`", f"{reason}, and {size * factor} is not a multiple of {divisor}", f"set it to {fits}"
-        )
+        problem = f"{reason}, and {size * factor} is not a multiple of {divisor}"
+        raise UserError(f"`{key}`", problem, f"set it to {fits}")
 
 
 def _plural(count: int, noun: str, suffix: str = "s") -> str:

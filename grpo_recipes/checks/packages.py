@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -17,7 +16,7 @@ from trl.import_utils import is_vllm_available
 
 from grpo_recipes.data.rendering import PromptTools, token_lengths
 from grpo_recipes.recipe.specs import not_a_choice
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
+from grpo_recipes.runs.weights import adapter_config, adapter_kind, holds_adapter
 from grpo_rewards.errors import UserError
 
 # Packages whose name differs from the tracker's. transformers has one function `is_<package>_available` for each.
@@ -118,7 +117,7 @@ def check_vllm(config: Any, num_processes: int, model: Mapping[str, Any]) -> Non
             f"{size} does not divide the {num_processes} process(es) of the run, which share engines in such groups"
         )
         raise UserError("`vllm_tensor_parallel_size`", problem, "set a size that does")
-    adapter = adapter_config(name) if (Path(name) / ADAPTER_CONFIG).is_file() else None
+    adapter = adapter_config(name) if holds_adapter(name) else None
     if adapter is not None and adapter.is_prompt_learning:
         kind = adapter_kind(adapter)
         problem = f"it is an adapter of the kind {kind}, which can't be merged into the weights that vLLM gets"

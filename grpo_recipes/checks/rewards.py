@@ -131,7 +131,7 @@ def checked_reward(reward: Reward) -> Reward:
     name = getattr(reward, "__name__", type(reward).__name__)
 
     def call(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        batch = _Batch(name, prompts, completions, columns)
+        batch = _RewardCall(name, prompts, completions, columns)
         try:
             scores = reward(prompts=prompts, completions=completions, **columns)
         except (Exception, SystemExit) as error:
@@ -139,7 +139,7 @@ def checked_reward(reward: Reward) -> Reward:
         return _finite_scores(batch, scores)
 
     async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        batch = _Batch(name, prompts, completions, columns)
+        batch = _RewardCall(name, prompts, completions, columns)
         try:
             scores = await reward(prompts=prompts, completions=completions, **columns)
         except (Exception, SystemExit) as error:  # an exit that leaves a task would end the event loop
@@ -152,7 +152,7 @@ def checked_reward(reward: Reward) -> Reward:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _RewardCall:
     """Arguments of one call of a reward: one prompt and one completion per row of this rank's generation."""
 
     reward: str
@@ -183,7 +183,7 @@ class _Batch:
             alone[key] = [column[row]] if is_column else column
         for key in ("log_extra", "log_metric"):
             if key in self.columns:
-                alone[key] = _log_nothing
+                alone[key] = lambda *values: None
         return alone
 
     def row(self, row: int) -> FaultyRow:
@@ -213,10 +213,6 @@ class _Batch:
         return RewardFault(f"{what}, for {self.place(row)}", self.row(row))
 
 
-def _log_nothing(*values: Any) -> None:
-    """Take the place of TRL's functions for logging."""
-
-
 def _raises(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) -> bool:
     """Return True if a call raises the same error.
 
@@ -229,7 +225,7 @@ def _raises(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) 
     return False
 
 
-def _finite_scores(batch: _Batch, scores: Any) -> list[float | None]:
+def _finite_scores(batch: _RewardCall, scores: Any) -> list[float | None]:
     """Return `scores` as a list. Raise `RewardFault` unless it has one finite number or None for each completion.
 
     TRL writes the scores into a tensor: a list that is too short, or a single score, would silently be spread over
@@ -305,8 +301,7 @@ def gold_notes(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places 
             if judge.gold_column in dataset.column_names:
                 golds = dataset.select(sample)[judge.gold_column]
                 named = ((RowName(int(row), places), gold) for row, gold in zip(sample, golds, strict=True))
-                note = judge.gold_note(named)
-                if note is not None:
+                if (note := judge.gold_note(named)) is not None:
                     notes.append(f"{reward.name}: {note}")
     return notes
 

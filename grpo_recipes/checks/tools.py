@@ -190,11 +190,8 @@ def _imported(path: str, key: str) -> Any:
         try:
             found = importlib.import_module(module)
         except (Exception, SystemExit) as error:  # the user's own module may raise any error
-            problem, fix = (
-                f"it can't be imported ({_described(error)})",
-                "write module and name, as in `my_tools.search`",
-            )
-            raise UserError(f"`{key}`: {path}", problem, fix) from error
+            problem = f"it can't be imported ({_described(error)})"
+            raise UserError(f"`{key}`: {path}", problem, "write module and name, as in `my_tools.search`") from error
     if not hasattr(found, attribute):
         hint = did_you_mean(attribute, [name for name in vars(found) if not name.startswith("_")], "correct it")
         raise UserError(f"`{key}`: {path}", f"{module} has no `{attribute}`", hint)
@@ -251,7 +248,7 @@ def tool_methods(kind: type) -> list[str]:
     return [name for name in names if name not in OWN_METHODS and not name.startswith("_")]
 
 
-def check_rewards(toolset: Toolset | None, rewards: Sequence[BuiltReward]) -> None:
+def check_any_reward(toolset: Toolset | None, rewards: Sequence[BuiltReward]) -> None:
     """Raise `UserError` if there is no reward at all."""
     if not rewards and not (toolset is not None and toolset.rewards()):
         problem = "it is missing, and no environment has a method `get_reward`"
@@ -363,13 +360,8 @@ def try_template(
             "trained on tokens that it never sampled"
         )
         raise UserError(name, problem, "use a model whose template keeps them") from error
-    render = partial(
-        tokenizer.apply_chat_template,
-        chat_template=chat_template,
-        tokenize=True,
-        return_dict=False,
-        **(template_kwargs or {}),
-    )
+    options = {"chat_template": chat_template, "tokenize": True, "return_dict": False, **(template_kwargs or {})}
+    render = partial(tokenizer.apply_chat_template, **options)
     for tools in toolset.by_environment.values():
         for tool in tools:
             _read_back(name, tokenizer, render, tool, [dict(one.schema) for one in tools])
@@ -403,12 +395,10 @@ def _read_back(
 
 def _example(tool: Tool) -> dict[str, Any]:
     """Return short arguments that fit a tool's schema, those with a default left out."""
-    parameters = tool.schema["function"]["parameters"]
-    return {name: _value(parameters["properties"][name]) for name in parameters.get("required", [])}
-
-
-def _value(schema: Mapping[str, Any]) -> Any:
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kind = schema.get("type", "string")
-    return _EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "a")
+    parameters, arguments = tool.schema["function"]["parameters"], {}
+    for name in parameters.get("required", []):
+        schema = parameters["properties"][name]
+        kind = schema.get("type", "string")
+        example = _EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "a")
+        arguments[name] = schema["enum"][0] if schema.get("enum") else example
+    return arguments

@@ -22,10 +22,10 @@ from grpo_recipes.data.arithmetic import DEFAULT_SIZE, made_problems
 from grpo_recipes.data.places import numbered, selected
 from grpo_recipes.data.presets import PRESETS
 from grpo_recipes.data.prompts import Prompts, phrased
-from grpo_recipes.data.sources import Keys, Rows, file_rows, local_splits, mixed, read, rows_in_common, sliced, slices
+from grpo_recipes.data.sources import Keys, PlacedRows, check_shared, file_rows, mixed, read, sliced, slices
 from grpo_recipes.recipe.dataset import MADE_PROBLEMS, DatasetSpec, PassRateSpec, SourceSpec
 from grpo_recipes.recipe.specs import OfflineSpec
-from grpo_recipes.runs.files import BOOLEANS, NUMBER, TEXT, TEXTS, Kind, Shape, mismatch, read_table
+from grpo_recipes.runs.files import BOOLEANS, NUMBER, TEXT, TEXTS, Condition, Shape, mismatch, read_table
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do not need it
@@ -109,17 +109,8 @@ def _sources(spec: DatasetSpec, path: str | list[SourceSpec] | None, split: str)
     config = spec.config
     if config is None and preset is not None and (path or home) == preset.hub_id:
         config = preset.hub_config
-    return [
-        SourceSpec(
-            path or home,
-            name=config,
-            split=split,
-            columns=spec.columns,
-            delimiter=spec.delimiter,
-            encoding=spec.encoding,
-            decimal=spec.decimal,
-        )
-    ]
+    source = SourceSpec(path or home, name=config, split=split, columns=spec.columns)
+    return [replace(source, delimiter=spec.delimiter, encoding=spec.encoding, decimal=spec.decimal)]
 
 
 def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
@@ -133,40 +124,26 @@ def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
     return _sources(spec, path, split), Keys(path_key, split_key)
 
 
-def _rows(spec: DatasetSpec, sources: list[SourceSpec], keys: Keys) -> Rows:
+def _rows(spec: DatasetSpec, sources: list[SourceSpec], keys: Keys) -> PlacedRows:
     if spec.name in MADE_PROBLEMS:
         return _made(spec, sources[0], keys)
     if spec.name == "programs":
         return _programs(sources[0], keys)
     if isinstance(getattr(spec, keys.path), list):
         return mixed(sources, keys)
-    if keys == _OTHER_SPLIT:
-        splits = local_splits(sources[0], keys)
-        if splits is not None and "" in splits:
-            _check_shared(spec, sources[0], len(splits[""].table))
-    return read(sources[0], keys)
+    return read(sources[0], keys, spec.split if keys == _OTHER_SPLIT else None)
 
 
-def _check_shared(spec: DatasetSpec, source: SourceSpec, length: int) -> None:
-    """Raise `UserError` if some of the `length` rows of a table without splits are both trained and evaluated on.
-
-    Without the check, `split: train` and `eval_split: test` of one file would silently name the same rows.
-    """
-    if shared := rows_in_common(length, (spec.split, source.split), _OTHER_SPLIT):
-        problem = f"{shared} rows of {source.path}, which holds one split, would be both trained and evaluated on"
-        raise UserError("`dataset.eval_split`", problem, "set eval_path, slices that do not overlap, or eval_share")
-
-
-def _made(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
+def _made(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> PlacedRows:
     """Return the rows of a preset that makes its problems."""
     name, size = str(spec.name), DEFAULT_SIZE if spec.size is None else spec.size
     problems = []
     for split, start, stop in slices({"train": size, "test": size}, source.split, keys):
         problems += made_problems(name, split, stop, spec.seed)[start:]
-    return Rows(datasets.Dataset.from_list(problems), numbered(name))
+    return PlacedRows(datasets.Dataset.from_list(problems), numbered(name))
 
 
-def _programs(source: SourceSpec, keys: Keys) -> Rows:
+def _programs(source: SourceSpec, keys: Keys) -> PlacedRows:
     tables: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
     for line in _PROGRAMS.read_text("utf-8").splitlines():
         task = json.loads(line)
@@ -174,7 +151,7 @@ def _programs(source: SourceSpec, keys: Keys) -> Rows:
     tasks = []
     for split, start, stop in slices({split: len(table) for split, table in tables.items()}, source.split, keys):
         tasks += tables[split][start:stop]
-    return Rows(datasets.Dataset.from_list(tasks), numbered("programs"))
+    return PlacedRows(datasets.Dataset.from_list(tasks), numbered("programs"))
 
 
 # Pass rates
@@ -234,9 +211,9 @@ def _evaluate_command(evaluation: str) -> str:
 
 _RECORDED = ("responses", "rewards", "logprobs")
 
-_PROMPT = Kind("text that is not empty", lambda value: isinstance(value, str) and value != "")
-_REWARD = Kind("a finite number", lambda value: NUMBER.holds(value) and math.isfinite(value))
-_LOG_PROB = Kind("a finite number of at most 0", lambda value: _REWARD.holds(value) and value <= 0)
+_PROMPT = Condition("text that is not empty", lambda value: isinstance(value, str) and value != "")
+_REWARD = Condition("a finite number", lambda value: NUMBER.holds(value) and math.isfinite(value))
+_LOG_PROB = Condition("a finite number of at most 0", lambda value: _REWARD.holds(value) and value <= 0)
 _SCORED: Shape = {"prompt": _PROMPT, "responses": [TEXT], "rewards": [_REWARD], "logprobs?": [[_LOG_PROB]]}
 
 
@@ -251,15 +228,15 @@ def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generation
         raise UserError("`offline.baseline`", problem, fix)
 
 
-def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
+def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> PlacedRows:
     """Return the rows of `scored`, one per prompt. A split counts prompts, not the lines with their responses."""
     rows = _grouped(file_rows(source, keys), source.path)
     if keys == _OTHER_SPLIT:
-        _check_shared(spec, source, len(rows.table))
+        check_shared(len(rows.table), spec.split, source, keys)
     return sliced({"": rows}, source.split, keys)
 
 
-def _grouped(lines: Rows, path: str) -> Rows:
+def _grouped(lines: PlacedRows, path: str) -> PlacedRows:
     """Return one row per distinct prompt, in the order of the lines. The position of a row is its first line.
 
     The columns are `prompt` (text), `responses` (texts), `rewards` (finite numbers) and, if the lines have them,
@@ -284,7 +261,7 @@ def _grouped(lines: Rows, path: str) -> Rows:
     else:
         for row in rows:
             del row["logprobs"]
-    return Rows(datasets.Dataset.from_list(rows), selected(lines.places, first_lines))
+    return PlacedRows(datasets.Dataset.from_list(rows), selected(lines.places, first_lines))
 
 
 def _scored_line(line: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -111,8 +111,8 @@ def user_turn(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 # ShareGPT's names of the roles.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 
 
 def role_and_content(turn: Any) -> tuple[Any, Any]:
@@ -146,14 +146,9 @@ def boxed_answer(answer: str) -> str:
     return extract_answer(answer, "boxed") or answer
 
 
-def _worked(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
-    """Read a question, and worked steps that end in `#### N`."""
-    return user_turn(text_of(row, "question", where)), {"answer": _gold(row, where, final_answer)}
-
-
-def _boxed(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
-    r"""Read a problem, and an answer or a solution that holds `\boxed{...}`. MATH-500 has a column for the answer."""
-    return user_turn(text_of(row, "question", where)), {"answer": _gold(row, where, boxed_answer)}
+def _worked(final: Callable[[str], str], row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+    """Read a question, and an answer or worked steps of which `final` returns the gold."""
+    return user_turn(text_of(row, "question", where)), {"answer": _gold(row, where, final)}
 
 
 def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
@@ -289,10 +284,10 @@ _CHOICES_CHARACTERS = 100_000
 
 # `scored` has no entry: its responses are read in `load`.
 PRESETS: Mapping[DatasetName, Preset] = {
-    "gsm8k": Preset(_WORKED, _worked, hub_id="openai/gsm8k", hub_config="main"),
+    "gsm8k": Preset(_WORKED, partial(_worked, final_answer), hub_id="openai/gsm8k", hub_config="main"),
     "math": Preset(
-        {"question": ("problem", "question"), "answer": ("answer", "solution")},
-        _boxed,
+        {"question": ("problem", "question"), "answer": ("answer", "solution")},  # MATH-500 has a column `answer`
+        partial(_worked, boxed_answer),
         keeps=("solution",),
         hub_id="DigitalLearningGmbH/MATH-lighteval",
     ),
@@ -304,7 +299,7 @@ PRESETS: Mapping[DatasetName, Preset] = {
     "classification": Preset({"text": ("text", "question"), "label": ("label", "answer")}, partial(_labelled, ())),
     "extraction": Preset({"text": ("text", "question"), "object": ("object", "answer")}, _extracted),
     "rlaif": Preset({"conversations": ("conversations",)}, _conversation),
-    **dict.fromkeys(MADE_PROBLEMS, Preset(_WORKED, _worked)),
+    **dict.fromkeys(MADE_PROBLEMS, Preset(_WORKED, partial(_worked, final_answer))),
     "programs": Preset({"question": ("question",), "answer": ("solution",)}, _program, keeps=("solution",)),
 }
 

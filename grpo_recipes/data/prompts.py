@@ -31,7 +31,7 @@ from grpo_recipes.data.presets import (
     user_turn,
     with_labels,
 )
-from grpo_recipes.data.sources import Rows
+from grpo_recipes.data.sources import PlacedRows
 from grpo_recipes.data.tables import BATCH, IMAGE_COLUMNS, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS, DatasetSpec
 from grpo_rewards.errors import UserError
@@ -106,7 +106,7 @@ class _Reading:
         return self.read is _given_prompt
 
 
-def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
+def phrased(rows: PlacedRows, spec: DatasetSpec) -> Prompts:
     """Return the rows as prompts, all checked. The prompts are cached on disk and memory-mapped.
 
     Raises:
@@ -148,7 +148,7 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     return Prompts(dataset, identities, rows.places)
 
 
-def _complete(rows: Rows, columns: Sequence[str]) -> Rows:
+def _complete(rows: PlacedRows, columns: Sequence[str]) -> PlacedRows:
     """Return the rows that have a value in each of the columns. Columns that the table lacks are ignored."""
     names = [name for name in dict.fromkeys(columns) if name in rows.table.column_names]
     kept: list[int] = []
@@ -159,7 +159,7 @@ def _complete(rows: Rows, columns: Sequence[str]) -> Rows:
         start += len(values)
     if os.environ.get("RANK", "0") == "0" and len(kept) < start:
         logger.info("drop_missing: %d of %d rows have no prompt or no gold", start - len(kept), start)
-    return Rows(rows.table.select(kept), selected(rows.places, kept))
+    return PlacedRows(rows.table.select(kept), selected(rows.places, kept))
 
 
 def system_text(spec: DatasetSpec) -> str | None:
@@ -241,7 +241,7 @@ def _hash(content: Any) -> int:
 # Columns of a prompt
 
 
-def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
+def _reading(rows: PlacedRows, spec: DatasetSpec) -> _Reading:
     preset = preset_of(spec)
     reading = _own_reading(rows, spec) if preset is None else _preset_reading(preset, rows)
     if spec.prompt_template is None:
@@ -258,7 +258,7 @@ def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
     return replace(reading, columns=parts, keeps=keeps, template=spec.prompt_template, template_columns=columns)
 
 
-def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
+def _preset_reading(preset: Preset, rows: PlacedRows) -> _Reading:
     columns: dict[str, str] = {}
     for part, names in preset.columns.items():
         found = [name for name in names if name in rows.table.column_names]
@@ -274,7 +274,8 @@ def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
     schema = rows.table.features.arrow_schema
     made: tuple[str, ...] = ("answer",)
     keeps = preset.keeps
-    if "choices" in preset.columns and ("choices" not in columns or _is_text(schema.field(columns["choices"]).type)):
+    kind = schema.field(columns["choices"]).type if "choices" in columns else pa.string()
+    if "choices" in preset.columns and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         made, keeps = ("answer", "choices"), ()  # rewards read lists, with their labels
     gold_kind = _TEXT
     if "answer" in columns and "choices" not in preset.columns:
@@ -289,11 +290,7 @@ def _gold_kind(kind: pa.DataType) -> pa.DataType:
     return pa.float64() if pa.types.is_floating(kind) else _TEXT
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _own_reading(rows: Rows, spec: DatasetSpec) -> _Reading:
+def _own_reading(rows: PlacedRows, spec: DatasetSpec) -> _Reading:
     """Return the reader without a preset: of a template, or of a column `prompt`, `question` or `messages`."""
     names = rows.table.column_names
     if spec.prompt_template is not None:
@@ -358,11 +355,11 @@ def _answered_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[
     return prompt, {"answer": turns[-1]["content"].strip() or None}
 
 
-def _has(rows: Rows) -> str:
+def _has(rows: PlacedRows) -> str:
     return f"has the columns {listed(rows.table.column_names)}"
 
 
-def _check_names(rows: Rows, reading: _Reading) -> None:
+def _check_names(rows: PlacedRows, reading: _Reading) -> None:
     """Raise `UserError` if a column that stays in the row has a reserved name."""
     used_up = reading.used_up
     for column in rows.table.column_names:

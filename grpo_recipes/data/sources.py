@@ -60,7 +60,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PlacedRows:
     """Table with the position of each row in the user's files."""
 
     table: datasets.Dataset
@@ -71,18 +71,25 @@ class Rows:
         return self.places([index])[0]
 
 
-def read(source: SourceSpec, keys: Keys) -> Rows:
-    """Return the rows of one source, with `split` and `columns` applied and `fraction` not.
+def read(source: SourceSpec, keys: Keys, trained_split: str | None = None) -> PlacedRows:
+    """Return the rows of one source. `split` and `columns` are applied, and `fraction` is not.
+
+    Args:
+        source: source to read.
+        keys: keys that name the source, for error messages.
+        trained_split: split of the training rows if these are held-out rows of the same path.
 
     Raises:
         DatasetUnreachable: the hub does not answer, and the local cache has no copy.
-        UserError: the source is not readable.
+        UserError: the source is not readable, or some rows of a table without splits are trained and evaluated on.
     """
     splits = None
     if source.data_files is None and source.data_dir is None:
-        splits = local_splits(source, keys)
+        splits = _local_splits(source, keys)
+    if splits is not None and _ANY_SPLIT in splits and trained_split is not None:
+        check_shared(len(splits[_ANY_SPLIT].table), trained_split, source, keys)
     rows = _hub_rows(source, keys) if splits is None else sliced(splits, source.split, keys)
-    rows = _with_columns(Rows(_as_written(rows.table), rows.places), source)
+    rows = _with_columns(PlacedRows(_as_written(rows.table), rows.places), source)
     tables.check_columns(len(rows.table.column_names), source.path)
     tables.check_no_images(rows.table, source.path)
     return rows
@@ -91,7 +98,7 @@ def read(source: SourceSpec, keys: Keys) -> Rows:
 # Files and folders on this machine
 
 
-def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
+def _local_splits(source: SourceSpec, keys: Keys) -> dict[str, PlacedRows] | None:
     """Return the splits of a file, a glob or a folder by name, or None for a dataset on the hub.
 
     The only split of a table without splits has the name "".
@@ -100,23 +107,19 @@ def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
     if path.is_dir():
         _check_notation(source, vars(TextFormat()))
         return _saved_splits(path, keys)
-    paths = _matching(source.path, keys)
-    if paths is None and (path.exists() or suffix_of(path) == ".jsonl"):
-        paths = [path]
-    return None if paths is None else {_ANY_SPLIT: _file_rows(paths, source, keys)}
+    return {_ANY_SPLIT: file_rows(source, keys)} if _names_files(source.path) else None
 
 
 def has_one_split(path: str) -> bool:
     """Return True if a path is read under any split name: files, or one saved `Dataset`."""
     folder = expanded(path)
-    if folder.is_dir():
-        return not (folder / "dataset_dict.json").is_file()
-    return folder.exists() or suffix_of(folder) == ".jsonl" or glob.has_magic(path)
+    return not (folder / "dataset_dict.json").is_file() if folder.is_dir() else _names_files(path)
 
 
-def file_rows(source: SourceSpec, keys: Keys) -> Rows:
-    """Return all rows of a file or a glob."""
-    return _file_rows(_matching(source.path, keys) or [expanded(source.path)], source, keys)
+def _names_files(path: str) -> bool:
+    """Return True if a path is that of a file or a glob, and not of a dataset on the hub."""
+    file = expanded(path)
+    return file.exists() or suffix_of(file) == ".jsonl" or glob.has_magic(path)
 
 
 def guess_source(path: str) -> SourceSpec:
@@ -127,17 +130,17 @@ def guess_source(path: str) -> SourceSpec:
     Raises:
         UserError: the file can't be read, or a glob matches none.
     """
-    paths = _matching(path, Keys("path", "split")) or [expanded(path)]
+    paths = _files(path, Keys("path", "split"))
     if not paths[0].is_file() or suffix_of(paths[0]) not in TEXT_SUFFIXES:
         return SourceSpec(path)
     return SourceSpec(path, **vars(guess_format(paths[0])))
 
 
-def _matching(pattern: str, keys: Keys) -> list[Path] | None:
-    """Return the files that match a glob, sorted by name, or None if `pattern` is no glob."""
+def _files(pattern: str, keys: Keys) -> list[Path]:
+    """Return the files that match a glob, sorted by name, or the one path if `pattern` is not a glob."""
     path = expanded(pattern)
     if path.exists() or not glob.has_magic(pattern):
-        return None
+        return [path]
     paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not paths:
         problem = f"no file matches {pattern}{relative_to(pattern)}"
@@ -161,8 +164,9 @@ def _check_notation(source: SourceSpec, unread: Iterable[str]) -> None:
             raise UserError(f"`dataset.{key}`", problem, "remove it, or give each source of a list keys of its own")
 
 
-def _file_rows(paths: Sequence[Path], source: SourceSpec, keys: Keys) -> Rows:
-    """Return the rows of files of one format, one file after the other."""
+def file_rows(source: SourceSpec, keys: Keys) -> PlacedRows:
+    """Return all rows of a file, or of the files of a glob, which have one format."""
+    paths = _files(source.path, keys)
     for path in paths:
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise UserError(f"`dataset.{keys.path}`: {path}", "it is not a regular file", f"name a {_A_FILE}")
@@ -174,31 +178,31 @@ def _file_rows(paths: Sequence[Path], source: SourceSpec, keys: Keys) -> Rows:
     _check_notation(source, unread_notation(str(paths[0])))
     if paths[0].suffix != ".parquet":
         notation = TextFormat(source.delimiter, source.encoding, source.decimal)
-        return Rows(read_text_files(paths, keys.path, notation), partial(text_places, paths, keys.path, notation))
+        return PlacedRows(read_text_files(paths, keys.path, notation), partial(text_places, paths, keys.path, notation))
     name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     try:
         table = datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train")
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         problem = f"it can't be read as Parquet ({tables.reason_of(error.__cause__ or error)})"
         raise UserError(f"`dataset.{keys.path}`: {name}", problem, "replace it") from error
-    return Rows(table, numbered(name))
+    return PlacedRows(table, numbered(name))
 
 
-def _saved_splits(path: Path, keys: Keys) -> dict[str, Rows]:
+def _saved_splits(path: Path, keys: Keys) -> dict[str, PlacedRows]:
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # datasets raises any class for files that are damaged or without rows
         problem = f"the folder holds no rows written by save_to_disk ({tables.reason_of(error)})"
         raise UserError(f"`dataset.{keys.path}`: {path}", problem, "write them so, or name a file") from error
     if isinstance(saved, datasets.Dataset):
-        return {_ANY_SPLIT: Rows(saved, numbered(path))}
-    return {split: Rows(table, numbered(f"{path}, {split}")) for split, table in saved.items()}
+        return {_ANY_SPLIT: PlacedRows(saved, numbered(path))}
+    return {split: PlacedRows(table, numbered(f"{path}, {split}")) for split, table in saved.items()}
 
 
 # The hub
 
 
-def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
+def _hub_rows(source: SourceSpec, keys: Keys) -> PlacedRows:
     if is_missing(source.path):
         problem = f"there is no such file or folder{relative_to(source.path)}"
         raise UserError(f"`dataset.{keys.path}`: {source.path}", problem, "correct the path")
@@ -217,13 +221,13 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
         problem = f"it can't be loaded from the Hugging Face Hub ({tables.reason_of(error)})"
         fix = "correct the path, the config or the split"
         raise UserError(f"`dataset.{keys.path}`: {source.path}", problem, fix) from error
-    return Rows(table, numbered(f"{source.path}, {source.split}"))
+    return PlacedRows(table, numbered(f"{source.path}, {source.split}"))
 
 
 # Splits
 
 
-def sliced(splits: Mapping[str, Rows], split: str, keys: Keys) -> Rows:
+def sliced(splits: Mapping[str, PlacedRows], split: str, keys: Keys) -> PlacedRows:
     """Return the rows that `split` names. A table without splits is read under any name."""
     if _ANY_SPLIT in splits:
         splits = dict.fromkeys(_split_names(split), splits[_ANY_SPLIT])
@@ -252,22 +256,32 @@ def rows_in_common(length: int, splits: Sequence[str], keys: Keys) -> int:
     return int(named.sum())
 
 
+def check_shared(length: int, trained_split: str, source: SourceSpec, keys: Keys) -> None:
+    """Raise `UserError` if some of the `length` rows of a table without splits are both trained and evaluated on.
+
+    Without the check, `split: train` and `eval_split: test` of one file would silently name the same rows.
+    """
+    if shared := rows_in_common(length, (trained_split, source.split), keys):
+        problem = f"{shared} rows of {source.path}, which holds one split, would be both trained and evaluated on"
+        raise UserError("`dataset.eval_split`", problem, "set eval_path, slices that do not overlap, or eval_share")
+
+
 def _split_names(split: str) -> list[str]:
     return [part.partition("[")[0].partition("(")[0].strip() for part in split.split("+")]
 
 
-def _part(rows: Rows, start: int, stop: int) -> Rows:
+def _part(rows: PlacedRows, start: int, stop: int) -> PlacedRows:
     if (start, stop) == (0, len(rows.table)):
         return rows
-    return Rows(rows.table.select(range(start, stop)), selected(rows.places, range(start, stop)))
+    return PlacedRows(rows.table.select(range(start, stop)), selected(rows.places, range(start, stop)))
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
+def _joined(parts: Sequence[PlacedRows]) -> PlacedRows:
     """Return the parts one after the other. A column that a part lacks is null there."""
     if len(parts) == 1:
         return parts[0]
     places = joined([(len(part.table), part.places) for part in parts])
-    return Rows(datasets.concatenate_datasets([part.table for part in parts]), places)
+    return PlacedRows(datasets.concatenate_datasets([part.table for part in parts]), places)
 
 
 # Columns and mixtures
@@ -292,7 +306,7 @@ def _as_written(table: datasets.Dataset) -> datasets.Dataset:
     return datasets.concatenate_datasets(parts, axis=1).select_columns(table.column_names)
 
 
-def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
+def _with_columns(rows: PlacedRows, source: SourceSpec) -> PlacedRows:
     """Apply `columns`: a list selects columns, a mapping renames columns and keeps the others."""
     columns, table = source.columns, rows.table
     if not columns:
@@ -307,7 +321,7 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
             problem = f"{source.path} has no column {name!r} (it has {tables.listed(names)})"
             raise UserError("`dataset.columns`", problem, "correct the name")
     if not isinstance(columns, dict):
-        return Rows(table.select_columns(list(columns)), rows.places)
+        return PlacedRows(table.select_columns(list(columns)), rows.places)
     others = [name for name in names if name not in wanted]
     for new, old in columns.items():
         if new in others:
@@ -315,7 +329,7 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
             raise UserError("`dataset.columns`", problem, f"rename it, as `other_{new}: {new}`")
     # `rename_columns` on the whole table can't give one column two names, so each name gets a table of one column.
     parts = [table.select_columns([old]).rename_columns({old: new}) for new, old in columns.items()]
-    return Rows(datasets.concatenate_datasets([*parts, table.select_columns(others)], axis=1), rows.places)
+    return PlacedRows(datasets.concatenate_datasets([*parts, table.select_columns(others)], axis=1), rows.places)
 
 
 def _with_nested(table: datasets.Dataset, path: str, *, keeps_parent: bool) -> datasets.Dataset:
@@ -338,7 +352,7 @@ def _with_nested(table: datasets.Dataset, path: str, *, keeps_parent: bool) -> d
     return datasets.concatenate_datasets([table, flat.select_columns([path])], axis=1)
 
 
-def mixed(sources: Sequence[SourceSpec], keys: Keys) -> Rows:
+def mixed(sources: Sequence[SourceSpec], keys: Keys) -> PlacedRows:
     """Return the rows of several sources, one source after the other, with the column `source`.
 
     With fractions, source i gives its first round(w_i N) rows. w_i is its fraction over the sum of all fractions, and N
@@ -360,7 +374,7 @@ def mixed(sources: Sequence[SourceSpec], keys: Keys) -> Rows:
             fix = "rename it in its `columns`, as in `origin: source`"
             raise UserError(f"`dataset.{keys.path}`: {source.path}", problem, fix)
         name = source.path if source.name is None else f"{source.path}/{source.name}"
-        named.append(Rows(part.table.add_column(SOURCE, [name] * len(part.table)), part.places))
+        named.append(PlacedRows(part.table.add_column(SOURCE, [name] * len(part.table)), part.places))
     try:
         return _joined(named)
     except ValueError as error:  # the message of `datasets` begins with the column and its two types

@@ -133,10 +133,6 @@ def _write(path: Path, batches: Iterator[pa.Table]) -> None:
     for name in first.schema.names:
         if "\0" in name:  # Arrow would cut the name there
             raise UserError("`dataset`", f"the name of the column {name!r} has a NUL", "rename the column")
-    with (
-        replacing(path) as part,
-        pa.OSFile(str(part), "wb") as sink,
-        pa.ipc.new_stream(sink, first.schema) as writer,
-    ):
+    with replacing(path) as part, pa.OSFile(str(part), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
         for table in chain([first], batches):
             writer.write_table(table, max_chunksize=BATCH)

@@ -25,16 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from grpo_recipes.data.places import Place
-from grpo_recipes.data.tables import (
-    BATCH,
-    COLUMNS,
-    check_columns,
-    fingerprint,
-    listed,
-    reason_of,
-    shown,
-    stored,
-)
+from grpo_recipes.data.tables import BATCH, COLUMNS, check_columns, fingerprint, listed, reason_of, shown, stored
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.decimals import Decimal
 
@@ -194,9 +185,8 @@ def _misfit(batch: Sequence[tuple[Place, Mapping[str, Any]]], schema: pa.Schema,
                 problem = f"the column {name!r} has {shown(value)}, which does not fit the values before"
                 fix = "give all one type, or leave it out"
                 return UserError(f"`dataset`: {place}", f"{problem} ({reason_of(error)})", fix)
-    return UserError(
-        f"`dataset`: {batch[0][0]}", f"it, or a later one, does not fit ({reason_of(cause)})", "correct it"
-    )
+    problem = f"it, or a later one, does not fit ({reason_of(cause)})"
+    return UserError(f"`dataset`: {batch[0][0]}", problem, "correct it")
 
 
 def _json_rows(path: Path, key: str, notation: TextFormat) -> Iterator[tuple[Place, Mapping[str, Any]]]:
@@ -212,9 +202,8 @@ def _json_rows(path: Path, key: str, notation: TextFormat) -> Iterator[tuple[Pla
         values = ((place, _parsed(line, place)) for place, line in places)
     for place, value in values:
         if not isinstance(value, dict) or not value:  # Arrow does not count rows without columns
-            raise UserError(
-                f"`dataset`: {place}", "it is not a JSON object with columns", "write the row's columns in one"
-            )
+            problem = "it is not a JSON object with columns"
+            raise UserError(f"`dataset`: {place}", problem, "write the row's columns in one")
         yield place, value
 
 
@@ -260,7 +249,11 @@ def _cells(path: Path, key: str, notation: TextFormat) -> pa.Table:
     content = _utf8(path, key, notation)
     if not content.strip():
         return pa.table({})
-    table = _without_empty_end(_all_cells(content, path, notation))
+    table = _all_cells(content, path, notation)
+    width = table.num_columns
+    while width and table.column(width - 1).null_count == len(table):  # spreadsheets write empty columns at the end
+        width -= 1
+    table = table.select(range(width))
     names = [column[0].as_py() for column in table.columns]
     if not names or None in names or len(set(names)) < len(names):
         found = listed(name or "" for name in names) or "nothing"
@@ -295,9 +288,8 @@ def _all_cells(content: bytes, path: Path, notation: TextFormat) -> pa.Table:
         )
     except pa.ArrowInvalid as error:
         if not wrong:
-            raise UserError(
-                f"`dataset`: {path}", f"it is not CSV ({reason_of(error)})", "correct its quotes"
-            ) from error
+            problem = f"it is not CSV ({reason_of(error)})"
+            raise UserError(f"`dataset`: {path}", problem, "correct its quotes") from error
         number, expected, count = wrong[0].number, wrong[0].expected_columns, wrong[0].actual_columns
         fix = _other_delimiter(content, path, notation) or "put cells with the delimiter in double quotes"
         problem = f"it has {count} cells, and the first row names {expected} columns"
@@ -306,20 +298,10 @@ def _all_cells(content: bytes, path: Path, notation: TextFormat) -> pa.Table:
     return table
 
 
-def _without_empty_end(table: pa.Table) -> pa.Table:
-    """Return the table without the empty columns at its end, which spreadsheets write."""
-    count = table.num_columns
-    while count and table.column(count - 1).null_count == len(table):
-        count -= 1
-    return table.select(range(count))
-
-
 def _other_delimiter(content: bytes, path: Path, notation: TextFormat) -> str | None:
     """Return the sentence that proposes another delimiter, or None if the recipe names one or none fits better."""
-    found = _guess_delimiter(content, path)
-    if notation.delimiter is not None or found is None:
-        return None
-    return f"set `dataset.delimiter: {json.dumps(found)}`"
+    found = _guess_delimiter(content, path) if notation.delimiter is None else None
+    return None if found is None else f"set `dataset.delimiter: {json.dumps(found)}`"
 
 
 # Guesses

@@ -78,7 +78,7 @@ def _no_evaluation(folder: Path) -> UserError:
 
 def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Return the completions of an evaluation, with the scores of the rewards that some specs describe."""
-    columns: dict[str, files.Kind] = dict(files.EVALUATED)
+    columns: dict[str, files.Condition] = dict(files.EVALUATED)
     for spec in specs:
         name = str(spec.get("alias") or attribute_name(str(spec.get("name"))))
         columns[f"{PAY.format(name)}?"] = files.NUMBERS

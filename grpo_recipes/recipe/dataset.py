@@ -13,21 +13,11 @@ from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.files import UnreadableFile, expanded, read_text
 from grpo_rewards.math.decimals import Decimal
 
-DatasetName = Literal[
-    "gsm8k",
-    "math",
-    "multiple_choice",
-    "classification",
-    "extraction",
-    "rlaif",
-    "arithmetic",
-    "products",
-    "secret_number",
-    "programs",
-    "scored",
-]
+TableName = Literal["gsm8k", "math", "multiple_choice", "classification", "extraction", "rlaif"]
+MadeName = Literal["arithmetic", "products", "secret_number"]
+DatasetName = Literal[TableName, MadeName, "programs", "scored"]
 
-MADE_PROBLEMS = ("arithmetic", "products", "secret_number")
+MADE_PROBLEMS: tuple[MadeName, ...] = typing.get_args(MadeName)
 """Datasets of problems that this project makes (`data/arithmetic.py`)."""
 
 SYSTEM_PROMPTS: Mapping[str, str | None] = {
@@ -46,6 +36,8 @@ SYSTEM_PROMPTS: Mapping[str, str | None] = {
     "none": None,
 }
 """System prompts by name, among them those of the source documents. `none` sends the question alone."""
+
+_PART = Range(0, 1, above=True, below=True)  # share that is neither none nor all
 
 # Files of recorded responses.
 _ONE_TABLE = re.compile(r"\.(?:jsonl|json|csv|tsv)(?:\.gz|\.zst)?\Z|\.parquet\Z")
@@ -180,11 +172,7 @@ class DatasetSpec(Spec):
     """
 
     KEY = "dataset"
-    NUMBERS: ClassVar[Mapping[str, Range]] = {
-        "max_prompt_tokens": COUNT,
-        "size": COUNT,
-        "eval_share": Range(0, 1, above=True, below=True),
-    }
+    NUMBERS: ClassVar[Mapping[str, Range]] = {"max_prompt_tokens": COUNT, "size": COUNT, "eval_share": _PART}
     FOREIGN: ClassVar[Mapping[str | None, tuple[str, ...]]] = {
         **dict.fromkeys(MADE_PROBLEMS, (*_OF_A_TABLE, "labels")),
         "programs": (*_OF_A_TABLE, *_OF_FEW),

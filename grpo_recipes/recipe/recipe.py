@@ -161,10 +161,9 @@ class Recipe:
         Args:
             call_factories: False to import the rewards of other packages without building them.
         """
+        completions = self.config.num_generations
         with self.naming_this_file():
-            return build_rewards(
-                self.rewards, num_generations=self.config.num_generations, call_factories=call_factories
-            )
+            return build_rewards(self.rewards, num_generations=completions, call_factories=call_factories)
 
     def naming_this_file(self, errors: tuple[type[Exception], ...] = (UserError,)) -> AbstractContextManager[None]:
         """Return a block that turns errors into a `RecipeError` that names this recipe's file first."""
@@ -260,11 +259,9 @@ def _check_tool_keys(recipe: Recipe) -> None:
     """Raise `UserError` for keys of tools that are missing, or have no effect."""
     config = recipe.config
     if not recipe.uses_tools:
-        for key, value in (
-            ("tool_limits", recipe.tool_limits),
-            ("max_tool_calling_iterations", config.max_tool_calling_iterations),
-        ):
-            if value is not None:
+        given = {"tool_limits": recipe.tool_limits, **vars(config)}
+        for key in ("tool_limits", "max_tool_calling_iterations"):
+            if given[key] is not None:
                 raise UserError(f"`{key}`", "it has no effect without `tools` or `environment_factory`", "remove it")
         return
     trl_keys.check_tools(config, "tools" if recipe.tools else "environment_factory")
@@ -358,7 +355,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 # The command line
 
 
-class _Parser(TrlParser):
+class _RecipeParser(TrlParser):
     """TRL's parser with a short error message instead of two screens of usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -366,10 +363,10 @@ class _Parser(TrlParser):
 
 
 @cache
-def _parser() -> _Parser:
+def _parser() -> _RecipeParser:
     """Return the parser of TRL's keys. It is made once, because that takes longer than reading a recipe."""
     classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
-    return _Parser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
+    return _RecipeParser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
 
 
 def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, str]], list[str]]:
@@ -412,18 +409,14 @@ def _set_nested(raw: dict[str, Any], dotted: str, text: str) -> None:
             if isinstance(node, dict):
                 node.setdefault(key, {})
             if isinstance(node[key], (str, bool)):
-                node[key] = _expanded(node[key], name if depth == 0 else "")
+                spec = specs.spec_of(hints(Recipe)[name]) if depth == 0 and name in OUR_KEYS else None
+                if spec is not None:
+                    # A word such as `off` sets several fields. The field on the command line replaces all of them.
+                    node[key] = {} if spec.WORDS else spec.expand(node[key])
+                elif isinstance(node[key], str):
+                    node[key] = {"name": node[key]}
             node = node[key]
         node[_entry(node, last, ".".join(parents))] = value
-
-
-def _expanded(value: str | bool, key: str) -> Any:
-    """Return the mapping that a word stands for, as the value of `key` or as an entry of `rewards`."""
-    spec = specs.spec_of(hints(Recipe)[key]) if key in OUR_KEYS else None
-    if spec is None:
-        return {"name": value} if isinstance(value, str) else value
-    # A word such as `off` sets several fields. The field on the command line replaces the word, not one of its fields.
-    return {} if spec.WORDS else spec.expand(value)
 
 
 def _entry(node: Any, name: str, place: str) -> str | int:

@@ -150,11 +150,7 @@ class Spec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the mapping as a recipe writes it, without the keys that are None."""
-        return asdict(self, dict_factory=_without_none)
-
-
-def _without_none(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in pairs if value is not None}
+        return asdict(self, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None})
 
 
 @dataclass(frozen=True)
@@ -326,8 +322,11 @@ def typed(key: str, value: Any, hint: Any) -> Any:
                 return convert(value, option)
     if choices:
         raise not_a_choice(key, value, choices)
+    names = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping", list: "a list"}
+    kinds = [typing.get_origin(option) or option for option in options if option is not type(None)]
+    wanted = " or ".join(dict.fromkeys(names.get(kind, "text") for kind in kinds))
     shown = HIDDEN if is_secret(key, value) else repr(redacted(value))
-    raise UserError(f"`{key}`", f"it can't be {shown}", f"write {_type_name(options)}")
+    raise UserError(f"`{key}`", f"it can't be {shown}", f"write {wanted}")
 
 
 def not_a_choice(key: str, value: Any, choices: Sequence[str]) -> UserError:
@@ -371,9 +370,3 @@ def _converted(value: Any, option: Any) -> Any:
     if typing.get_origin(option) is list and isinstance(value, (str, int, float)):
         return _as_is([value], option)
     return _as_is(value, option)
-
-
-def _type_name(options: Sequence[Any]) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping", list: "a list"}
-    kinds = [typing.get_origin(option) or option for option in options if option is not type(None)]
-    return " or ".join(dict.fromkeys(names.get(kind, "text") for kind in kinds))

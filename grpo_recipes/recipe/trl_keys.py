@@ -38,7 +38,6 @@ ADAMW_BF16 = "adamw_bf16"
 # Full fine-tuning takes about 1e-6, an adapter 1e-5 and the quickstart's tiny model 1e-4.
 HIGH_LEARNING_RATE = 1e-2
 
-
 NUMPY_SEED = Range(0, 2**32, below=True)
 
 
@@ -145,14 +144,16 @@ DEFAULTS: Mapping[str, Any] = {name: key.default for name, key in TRL_KEYS.items
 OBJECTIVE_KEYS = tuple(name for name, key in TRL_KEYS.items() if key.read_by != tuple(LOSS_TYPES))
 """Keys that some loss types read and others ignore."""
 
-OURS_MAY_CHANGE = (
-    *("dataset.eval_*", "early_stopping_patience", "generation_check", "micro_batching.*"),
-    *("tool_limits.seconds", "tool_limits.failures"),
+RESUME_MAY_CHANGE = (
+    "dataset.eval_*",
+    "early_stopping_patience",
+    "generation_check",
+    "micro_batching.*",
+    "tool_limits.seconds",
+    "tool_limits.failures",
+    *(name for name, key in TRL_KEYS.items() if key.may_change),
 )
-"""Keys of this project, as patterns, that a resumed run may change like the rows with `may_change`."""
-
-RESUME_MAY_CHANGE = (*(name for name, key in TRL_KEYS.items() if key.may_change), *OURS_MAY_CHANGE)
-"""Patterns of all keys that a resumed run may change. docs/scaling.md lists them too."""
+"""Patterns of all keys that a resumed run may change: ours, then TRL's. docs/scaling.md lists them too."""
 
 
 def ignored_keys(loss_type: str) -> list[str]:

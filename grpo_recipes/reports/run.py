@@ -458,7 +458,7 @@ class Run:
 
         The columns `more` are read if the file has them.
         """
-        columns: dict[str, files.Kind] = {"step": files.INTEGERS}
+        columns: dict[str, files.Condition] = {"step": files.INTEGERS}
         columns |= {"prompt": files.CONVERSATIONS, "completion": files.CONVERSATIONS}
         columns |= {f"{name}?": files.ANYTHING for name in more}
         columns |= {f"{reward.name}?": files.NUMBERS for reward in self.rewards}
@@ -483,7 +483,7 @@ class Run:
         `sum`.
         """
         judges = {reward.name: reward for reward in self.rewards if reward.kind == "correctness"}
-        columns: dict[str, files.Kind] = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS}
+        columns: dict[str, files.Condition] = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS}
         columns |= {f"{name}?": files.NUMBERS for name in judges}
         tables = []
         for path in self._sampled(completions.EVALUATION).kept:

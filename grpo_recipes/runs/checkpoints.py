@@ -16,7 +16,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,10 @@ def write_manifest(checkpoint: Path, manifest: Manifest, *, each_node: bool, wri
     gather(None)  # every rank has closed its files
     disk = _disk(each_node)
     listings = gather((disk, files_in(checkpoint)))
-    entries = {name: _entry(checkpoint / name) for name in share(listings, rank())}
+    entries = {}
+    for name in share(listings, rank()):
+        files.flush(checkpoint / name)
+        entries[name] = {"bytes": (checkpoint / name).stat().st_size, CHECKSUM: checksum(checkpoint / name)}
     parts = gather(entries)
     if writes:
         all_entries: dict[str, Mapping[str, Any]] = {}
@@ -117,14 +120,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     if not text:
         raise RunError(path, "it is empty", ANOTHER)
     if files.mismatch(content, SHAPE) is None:
-        content.pop(CHECKSUM)
-        manifest = Manifest(
-            step=content["step"],
-            num_processes=content["num_processes"],
-            model_only=content["model_only"],
-            files=content["files"],
-            identity=content.get("identity"),
-        )
+        manifest = Manifest(**{field.name: content.get(field.name) for field in fields(Manifest)})
         # The text ends with its checksum, so equal texts mean an undamaged manifest.
         if manifest.text() == text:
             return manifest
@@ -201,11 +197,6 @@ def checksum(path: Path) -> str:
     """Return the XXH3 checksum of a file, 128 bits in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    files.flush(path)
-    return {"bytes": path.stat().st_size, CHECKSUM: checksum(path)}
 
 
 def _difference(path: Path, expected: str) -> RunError | None:
@@ -303,9 +294,7 @@ def has_state(checkpoint: Path) -> bool:
 def steps_done(checkpoint: Path) -> int:
     """Return the optimizer step after which a complete checkpoint was saved. Raises `RunError` if no file says so."""
     manifest = read_manifest(checkpoint)
-    return (
-        manifest.step if manifest is not None else _read_state(checkpoint, {"global_step": files.STEP})["global_step"]
-    )
+    return _read_state(checkpoint, {"global_step": files.STEP})["global_step"] if manifest is None else manifest.step
 
 
 def _read_state(checkpoint: Path, shape: Shape) -> dict[str, Any]:

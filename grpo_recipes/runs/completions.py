@@ -116,7 +116,8 @@ def _storable_message(message: Mapping[str, Any], has_blocks: bool) -> dict[str,
             if value is not None:  # TRL's print loops over the calls
                 stored[key] = [_storable_call(call) for call in (value if isinstance(value, list) else [value])]
         elif key == "content" and has_blocks:
-            stored[key] = None if value is None else [_block(one) for one in _as_blocks(value)]
+            blocks = value if isinstance(value, list) else [{"type": "text", "text": value}]
+            stored[key] = None if value is None else [_block(one) for one in blocks]
         else:
             stored[_encodable(key)] = _storable_value(value)
     # Parquet has no struct without fields.
@@ -159,9 +160,8 @@ def _json(value: Any) -> str:
             raise RecursionError
         return json.dumps(value, default=str)
     except (ValueError, TypeError, RecursionError):
-        return json.dumps(
-            {NO_MAPPING: f"a {type(value).__name__} that is nested too deeply or that JSON does not have"}
-        )
+        lost = f"a {type(value).__name__} that is nested too deeply or that JSON does not have"
+        return json.dumps({NO_MAPPING: lost})
 
 
 def _levels(value: Any) -> int:
@@ -183,10 +183,6 @@ def _storable_value(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return None if value is None else _encodable(value)
     return _json(value)
-
-
-def _as_blocks(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def _block(block: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def check_names(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Condition:
     """Condition on a value in JSON, or on a column of a table."""
 
     name: str
@@ -76,30 +77,33 @@ class Kind:
 
 
 # Kinds of values. `true` in JSON becomes a Python bool, which is an int too.
-ANYTHING = Kind("anything", lambda value: True)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-TEXT_OR_NULL = Kind("a text", lambda value: value is None or isinstance(value, str))
-INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
-INTEGER_OR_NULL = Kind("an integer", lambda value: value is None or INTEGER.holds(value))
-STEP = Kind("an integer from 0", lambda value: INTEGER.holds(value) and 0 <= value < 2**63)
-NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
-NUMBER_OR_NULL = Kind("a number", lambda value: value is None or NUMBER.holds(value))
-SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
-ESTIMATE = Kind(
+ANYTHING = Condition("anything", lambda value: True)
+FLAG = Condition("true or false", lambda value: isinstance(value, bool))
+TEXT = Condition("a text", lambda value: isinstance(value, str))
+TEXT_OR_NULL = Condition("a text", lambda value: value is None or isinstance(value, str))
+INTEGER = Condition("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
+INTEGER_OR_NULL = Condition("an integer", lambda value: value is None or INTEGER.holds(value))
+STEP = Condition("an integer from 0", lambda value: INTEGER.holds(value) and 0 <= value < 2**63)
+NUMBER = Condition("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
+NUMBER_OR_NULL = Condition("a number", lambda value: value is None or NUMBER.holds(value))
+SHARE = Condition(
+    "a share with an interval (low <= value <= high)",
+    lambda value: _is_estimate(value) and value["low"] >= 0 and value["high"] <= 1,
+)
+ESTIMATE = Condition(
     "a number with an interval (low <= value <= high, or both ends null)", lambda value: _is_estimate(value, True)
 )
 
 # Kinds of columns. A column without any value has no type of its own.
-INTEGERS = Kind("integers", lambda column: column.dtype.kind in "iu")
-NUMBERS = Kind("numbers", lambda column: column.dtype.kind in "biuf" or column.isna().all())
-BOOLEANS = Kind("true or false", lambda column: column.dtype.kind == "b")
-TEXTS = Kind("texts", lambda column: all(isinstance(value, str) for value in column))
-TEXTS_OR_NULL = Kind("texts", lambda column: all(isinstance(value, str) for value in column.dropna()))
-CONVERSATIONS = Kind("texts or lists of messages", lambda column: all(map(_is_conversation, column)))
+INTEGERS = Condition("integers", lambda column: column.dtype.kind in "iu")
+NUMBERS = Condition("numbers", lambda column: column.dtype.kind in "biuf" or column.isna().all())
+BOOLEANS = Condition("true or false", lambda column: column.dtype.kind == "b")
+TEXTS = Condition("texts", lambda column: all(isinstance(value, str) for value in column))
+TEXTS_OR_NULL = Condition("texts", lambda column: all(isinstance(value, str) for value in column.dropna()))
+CONVERSATIONS = Condition("texts or lists of messages", lambda column: all(map(_is_conversation, column)))
 
-Shape = Kind | list[Any] | Mapping[str, Any]
-"""Shape of a value: a `Kind`, a list, or a mapping.
+Shape = Condition | list[Any] | Mapping[str, Any]
+"""Shape of a value: a `Condition`, a list, or a mapping.
 
 A list holds the shape of each item, or nothing if items may be anything. A mapping holds the shape of each key: `key?`
 may be absent, and `*?` stands for every other key."""
@@ -187,17 +191,17 @@ def read_object(path: Path, shape: Shape, fix: str = RESTORE, *, most: int = JSO
     return content
 
 
-def read_table(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) -> pd.DataFrame:
+def read_table(path: Path, columns: Mapping[str, Condition], fix: str = RESTORE) -> pd.DataFrame:
     """Return some columns of a parquet file. Arguments and errors are those of `read_batches`."""
     return pd.concat(list(read_batches(path, columns, fix)), ignore_index=True)
 
 
-def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) -> Iterator[pd.DataFrame]:
+def read_batches(path: Path, columns: Mapping[str, Condition], fix: str = RESTORE) -> Iterator[pd.DataFrame]:
     """Yield some columns of a parquet file, at most `BATCH_ROWS` rows at a time, and at least one batch.
 
     Args:
         path: file to read.
-        columns: kinds of the columns to read, by name. A `column?` may be absent.
+        columns: conditions on the columns to read, by name. A `column?` may be absent.
         fix: the fix that error messages name.
 
     Raises:
@@ -205,41 +209,29 @@ def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) ->
     """
     try:
         with open_ordinary(path) as opened, parquet.ParquetFile(opened) as file:
-            names = _columns(path, file, columns, fix)
-            if file.metadata.num_rows == 0:  # the types of the columns are checked all the same
-                yield _checked(path, file.read(names).to_pandas(), columns, fix)
-            for batch in file.iter_batches(BATCH_ROWS, columns=names):
-                yield _checked(path, batch.to_pandas(), columns, fix)
+            names = []
+            for key in columns:
+                name = key.removesuffix("?")
+                if name in file.schema_arrow.names:
+                    names.append(name)
+                elif not key.endswith("?"):
+                    found = shortened(", ".join(file.schema_arrow.names)) or "none"
+                    raise RunError(path, f"it has no column `{name}` (its columns: {found})", fix)
+            # The types of the columns of a table without rows are checked too.
+            empty = [file.read(names)] if file.metadata.num_rows == 0 else []
+            for batch in chain(empty, file.iter_batches(BATCH_ROWS, columns=names)):
+                table = batch.to_pandas()
+                for key, condition in columns.items():
+                    name = key.removesuffix("?")
+                    if name in table.columns and not condition.holds(table[name]):
+                        raise RunError(path, f"its column `{name}` does not hold {condition.name}", fix)
+                yield table
     except RunError:
         raise
     except UnreadableFile as error:
         raise RunError(error.place, error.problem, fix) from error
     except (pa.ArrowException, OSError, ValueError, OverflowError, IndexError) as error:
         raise RunError(path, f"can't be read as parquet ({one_line(error)})", fix) from error
-
-
-def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind], fix: str) -> list[str]:
-    """Return the names of the columns to read. Raises `RunError` if one is missing or there twice."""
-    present = file.schema_arrow.names
-    names = []
-    for key in columns:
-        name = key.removesuffix("?")
-        if name not in present:
-            if key.endswith("?"):
-                continue
-            found = shortened(", ".join(present)) if present else "none"
-            raise RunError(path, f"it has no column `{name}` (its columns: {found})", fix)
-        names.append(name)
-    return names
-
-
-def _checked(path: Path, table: pd.DataFrame, columns: Mapping[str, Kind], fix: str) -> pd.DataFrame:
-    """Return a table. Raises `RunError` if a column is of another kind."""
-    for key, kind in columns.items():
-        name = key.removesuffix("?")
-        if name in table.columns and not kind.holds(table[name]):
-            raise RunError(path, f"its column `{name}` does not hold {kind.name}", fix)
-    return table
 
 
 def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
@@ -251,7 +243,7 @@ def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
         place: place of the value in the file, such as `rewards[0].name`.
     """
     subject = f"`{place}`" if place else "it"
-    if isinstance(shape, Kind):
+    if isinstance(shape, Condition):
         return None if shape.holds(value) else f"{subject} is {_shown(value)}, not {shape.name}"
     parts: list[tuple[str, Any, Shape]] = []
     if isinstance(shape, list):
@@ -280,10 +272,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     return shortened(json.dumps(value))
-
-
-def _is_share(value: Any) -> bool:
-    return _is_estimate(value) and value["low"] >= 0 and value["high"] <= 1
 
 
 def _is_estimate(value: Any, may_lack_interval: bool = False) -> bool:

@@ -117,7 +117,9 @@ def identify(
         tools: tools and environments of the run, by name.
         chat_template: checksum of the chat template that replaces the model's, or None if none does.
     """
-    is_table = _is_table(dataset)
+    from datasets import Dataset  # takes seconds, and most readers of a run's files need no dataset
+
+    is_table = isinstance(dataset, Dataset)
     content = {
         "rows": len(dataset) if is_table else None,
         "columns": column_digests(dataset) if is_table else {},
@@ -281,19 +283,18 @@ def weights_of(source: Source) -> dict[str, str]:
 
 def _beside_weights(folder: Path) -> dict[str, str]:
     """Return a checksum of each file beside a model's weights that affects what the model reads and computes."""
-    found = {name: _tokenizer_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    found = {}
+    for name in TOKENIZER_FILES:
+        file = folder / name
+        if file.is_file():
+            # A file that is too large is hashed in parts. Loading the tokenizer, which comes later, reports it.
+            found[name] = checksum(file) if file.stat().st_size <= JSON_BYTES else identify_weights(file)
     for name, counts in COUNTED_ENTRIES.items():
         if (folder / name).is_file():
             content = read_object(folder / name, {})
             counted = {key: content[key] for key in content if counts(key)}
             found[name] = xxhash.xxh3_128_hexdigest(json.dumps(counted, sort_keys=True).encode())
     return found
-
-
-def _tokenizer_digest(file: Path) -> str:
-    """Return a checksum of a tokenizer's file. Of a file too large to be one, only the size and both ends count."""
-    # Loading the tokenizer reports such a file, and comes later.
-    return checksum(file) if file.stat().st_size <= JSON_BYTES else identify_weights(file)
 
 
 def reward_models(
@@ -328,7 +329,7 @@ def source_digest(reward: Any) -> str | None:
     The result is None for a reward that is identified by the version of its package.
     """
     code = _code(reward)
-    if _package(code) in VERSIONED_PACKAGES:
+    if str(getattr(code, "__module__", "")).partition(".")[0] in VERSIONED_PACKAGES:
         return None
     try:
         file = inspect.getsourcefile(code)
@@ -357,11 +358,6 @@ def _code(reward: Any) -> Any:
     return reward if is_code else type(reward)
 
 
-def _package(code: Any) -> str:
-    """Return the top-level package that defines a function or a class."""
-    return str(getattr(code, "__module__", "")).partition(".")[0]
-
-
 def _named(rewards: Sequence[BuiltReward]) -> Iterator[tuple[str, BuiltReward]]:
     """Yield the single rewards that `rewards` are made of, each with a unique name."""
     seen: Counter[str] = Counter()
@@ -370,10 +366,3 @@ def _named(rewards: Sequence[BuiltReward]) -> Iterator[tuple[str, BuiltReward]]:
             name = reward.name if one.name == reward.name else f"{reward.name}/{one.name}"
             seen[name] += 1
             yield (name if seen[name] == 1 else f"{name} {seen[name]}"), one
-
-
-def _is_table(dataset: Any) -> bool:
-    """Return True if a dataset is a table, whose rows can be read more than once."""
-    from datasets import Dataset  # takes seconds, and most readers of a run's files need no dataset
-
-    return isinstance(dataset, Dataset)

@@ -145,13 +145,8 @@ def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[di
 @cache
 def versions() -> Mapping[str, str]:
     """Return the versions of the packages that a result depends on."""
-    found = {
-        "grpo-recipes": __version__,
-        "grpo-rewards": grpo_rewards.__version__,
-        "python": platform.python_version(),
-    }
-    for name in VERSIONED:
-        found[name] = version(name)
+    found = {"grpo-recipes": __version__, "grpo-rewards": grpo_rewards.__version__, "python": platform.python_version()}
+    found |= {name: version(name) for name in VERSIONED}
     for name in VLLM:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

@@ -313,22 +313,18 @@ def recipe_changes(
         The changes that a resumed run may not make, and those that it makes, each as "`key` was x and is y". Keys that
         name the resume itself are in neither list.
     """
+    old, new = dict(_leaves(_normal(before))), dict(_leaves(_normal(now)))
     refused, applied = [], []
-    for key, change in _changes(before, now, directory):
+    for key in {**new, **old}:
+        was, now_is = old.get(key, NOT_SET), new.get(key, NOT_SET)
+        if was == now_is or _are_equal_paths(was, now_is, directory):
+            continue
+        change = f"`{key}` was {_shown(was)} and is {_shown(now_is)}"
         if not any(fnmatch.fnmatch(key, pattern) for pattern in may_change):
             refused.append(change)
         elif key not in UNLOGGED_CHANGES:
             applied.append(change)
     return refused, applied
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any], directory: str) -> Iterator[tuple[str, str]]:
-    """Yield each key whose value differs, with a clause that says how."""
-    old, new = dict(_leaves(_normal(before))), dict(_leaves(_normal(now)))
-    for key in {**new, **old}:
-        was, now_is = old.get(key, NOT_SET), new.get(key, NOT_SET)
-        if was != now_is and not _are_equal_paths(was, now_is, directory):
-            yield key, f"`{key}` was {_shown(was)} and is {_shown(now_is)}"
 
 
 def _normal(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from grpo_recipes.runs.files import ADAPTER as ADAPTER_SHAPE
-from grpo_recipes.runs.files import Kind, RunError, mismatch, read_object
+from grpo_recipes.runs.files import ADAPTER, Condition, RunError, mismatch, read_object
 from grpo_rewards.errors import one_line
 from grpo_rewards.files import UnreadableFile, check_model_files, open_ordinary, parse_json, read_json
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 # Names in the order in which `from_pretrained` looks for them: single files, then indices, which name shards.
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"
 
 LFS_POINTER = b"version https://git-lfs"
@@ -50,7 +49,7 @@ CHUNK = 1 << 18
 AGAIN = "copy or download the folder again"
 """Fix for damaged files of a model, in error messages."""
 
-SHARD = Kind("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
+SHARD = Condition("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
 
 
 def check_weight_files(folder: Path) -> None:
@@ -66,7 +65,7 @@ def check_descriptions(folder: Path) -> None:
     except UnreadableFile as error:
         raise RunError(error.place, error.problem, AGAIN) from error
     with contextlib.suppress(FileNotFoundError):
-        read_object(folder / ADAPTER_CONFIG, ADAPTER_SHAPE, AGAIN)
+        read_object(folder / ADAPTER_CONFIG, ADAPTER, AGAIN)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -76,11 +75,11 @@ def weight_files(folder: Path) -> list[Path]:
         RunError: there are none, or the index is damaged.
     """
     is_adapter = (folder / ADAPTER_CONFIG).exists()  # a pipe or a device too: the reader of the file refuses it by name
-    for name in ADAPTER if is_adapter else SINGLE:
+    for name in ADAPTER_WEIGHTS if is_adapter else SINGLE:
         if (folder / name).is_file():
             return [folder / name]
     if is_adapter:
-        raise RunError(folder, f"it has no weights of an adapter: {' or '.join(ADAPTER)} is missing", AGAIN)
+        raise RunError(folder, f"it has no weights of an adapter: {' or '.join(ADAPTER_WEIGHTS)} is missing", AGAIN)
     for name in INDICES:
         if (folder / name).is_file():
             return [folder / shard for shard in _shards(folder / name)]
@@ -99,7 +98,11 @@ def check_weight_file(file: Path) -> None:
     if file.suffix == ".safetensors":
         _check_safetensors(file)
     elif is_zip:
-        _check_directory(file)
+        try:
+            with _opened(file) as opened, zipfile.ZipFile(opened):
+                pass
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            raise RunError(file, f"it is damaged: its directory can't be read ({error})", AGAIN) from error
     elif not start.startswith(PICKLE):
         raise RunError(file, f"it is cut off or damaged ({file.stat().st_size:,} bytes)", AGAIN)
 
@@ -148,15 +151,6 @@ def _opened(file: Path) -> BinaryIO:
         raise RunError(error.place, error.problem, error.fix) from error
 
 
-def _check_directory(file: Path) -> None:
-    """Raise `RunError` if the directory of a zip file is damaged."""
-    try:
-        with _opened(file) as opened, zipfile.ZipFile(opened):
-            pass
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise RunError(file, f"it is damaged: its directory can't be read ({error})", AGAIN) from error
-
-
 def identify_weights(file: Path) -> str:
     """Return a SHA-256 of a weight file's size and of parts of it, which avoids reading the entire file.
 
@@ -172,24 +166,22 @@ def identify_weights(file: Path) -> str:
         digest.update(opened.read(END_BYTES))
         if file.suffix == ".safetensors":
             _check_safetensors(file)  # the offsets below are inside the file
-            _hash_tensors(file, opened, digest)
+            header, data = _header(file, opened)
+            digest.update(json.dumps(header).encode())
+            for start, end in sorted(entry["data_offsets"] for entry in header.values()):
+                opened.seek(data + start)
+                digest.update(opened.read(min(TENSOR_BYTES, end - start)))
         else:
             opened.seek(max(0, size - END_BYTES))
             digest.update(opened.read(END_BYTES))
     return digest.hexdigest()
 
 
-def _hash_tensors(file: Path, opened: BinaryIO, digest: hashlib._Hash) -> None:
-    """Add the header of a safetensors file, without its metadata, and the start of each tensor to a digest."""
-    header, data = _header(file, opened)
-    digest.update(json.dumps(header).encode())
-    for start, end in sorted(entry["data_offsets"] for entry in header.values()):
-        opened.seek(data + start)
-        digest.update(opened.read(min(TENSOR_BYTES, end - start)))
-
-
 def _header(file: Path, opened: BinaryIO) -> tuple[Mapping[str, Any], int]:
-    """Return the entries of a safetensors file by the tensor's name, and the position of its first value."""
+    """Return the entries of a safetensors file by the tensor's name, and the position of its first value.
+
+    The file's metadata is left out.
+    """
     opened.seek(0)
     length = int.from_bytes(opened.read(8), "little")
     try:
@@ -234,6 +226,11 @@ def nonfinite_tensor(file: Path) -> str | None:
     return None
 
 
+def holds_adapter(folder: str | Path) -> bool:
+    """Return True if a folder holds an adapter, as far as its files show."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
 def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | None:
     """Return the configuration of the adapter in a folder or hub repository, or None if there is no adapter.
 
@@ -244,7 +241,7 @@ def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | No
     is_local = Path(where).is_dir()
     if is_local:
         try:
-            read_object(file, ADAPTER_SHAPE, fix)
+            read_object(file, ADAPTER, fix)
         except FileNotFoundError:
             return None
     from peft import PeftConfig  # takes seconds
@@ -267,7 +264,7 @@ def adapter_kind(config: PeftConfig) -> str:
 
 def tokenizer_source(name: str) -> str:
     """Return the folder or hub id of the tokenizer for `name`: its base for an adapter folder without a tokenizer."""
-    if not (Path(name) / ADAPTER_CONFIG).is_file() or (Path(name) / "tokenizer_config.json").is_file():
+    if not holds_adapter(name) or (Path(name) / "tokenizer_config.json").is_file():
         return name
     config = adapter_config(name)
     return name if config is None else config.base_model_name_or_path or name

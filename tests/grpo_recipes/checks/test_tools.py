@@ -18,7 +18,7 @@ from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.tools import (
     Tool,
     Toolset,
-    check_rewards,
+    check_any_reward,
     check_rows,
     check_template,
     load_toolset,
@@ -196,11 +196,11 @@ def test_rows_must_fit_the_tools_and_environments() -> None:
 
 @pytest.mark.usefixtures("files")
 def test_something_must_pay() -> None:
-    check_rewards(toolset_of([], "my_envs.Game"), [])
-    check_rewards(None, build_rewards(["tag_count"]))
+    check_any_reward(toolset_of([], "my_envs.Game"), [])
+    check_any_reward(None, build_rewards(["tag_count"]))
     for toolset in (None, toolset_of([], "my_envs.Plain"), toolset_of(["my_tools.add"], None)):
         with refused("`rewards`", "`get_reward`"):
-            check_rewards(toolset, [])
+            check_any_reward(toolset, [])
 
 
 PLANNED: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_recipes.runs import files
-from grpo_recipes.runs.files import Kind
+from grpo_recipes.runs.files import Condition
 from tests.support.errors import refused
 
 
@@ -25,7 +25,7 @@ NO_INTERVALS = [
 ]  # fmt: skip
 
 
-HELD: list[tuple[Kind, list[Any], list[Any]]] = [
+HELD: list[tuple[Condition, list[Any], list[Any]]] = [
     (files.TEXT, ["", "a"], [None, 1, []]),
     (files.TEXT_OR_NULL, [None, "", "a"], [1, []]),
     (files.INTEGER, [0, -3, 10**400], [True, 1.0, "1", None]),
@@ -40,7 +40,7 @@ HELD: list[tuple[Kind, list[Any], list[Any]]] = [
         [interval(-0.1, 0, 1), interval(0, 1, 1.1), interval(None, 0.5, None), *NO_INTERVALS],
     ),
 ]
-COLUMNS: list[tuple[Kind, list[list[Any]], list[list[Any]]]] = [
+COLUMNS: list[tuple[Condition, list[list[Any]], list[list[Any]]]] = [
     (files.INTEGERS, [[1, -2]], [[1.5], ["1"], [True], [None]]),
     (files.NUMBERS, [[1, 2], [0.5], [True], [None, None], [math.nan, 1.0]], [["1"], [1.0, "a"]]),
     (files.BOOLEANS, [[True, False]], [[1], ["True"], [True, None]]),

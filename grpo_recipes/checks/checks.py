@@ -84,7 +84,7 @@ def choose_layout(accelerate_config: str | None, num_processes: int | None, *, u
     """Return the layout that the command line names, or one process for each GPU of this machine.
 
     Raises:
-        UserError: The file can't be found or is no accelerate configuration, or `num_processes` is below 1.
+        UserError: The file can't be found or is not an accelerate configuration, or `num_processes` is below 1.
     """
     check_number("num_processes", num_processes, COUNT)
     if accelerate_config is not None:
@@ -181,7 +181,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
 
 
 def check_launch(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` if training the recipe on `machine` would be refused: every check before a process starts."""
+    """Raise `RecipeError` if `machine` can't train the recipe. These are all checks that precede the first process."""
     check_output_dir(recipe)
     check_model_exists(recipe)
     resume_point(recipe, machine)
@@ -258,7 +258,7 @@ def check_model_exists(recipe: Recipe) -> None:
 
 
 def model_positions(recipe: Recipe) -> int | None:
-    """Return the positions that the policy or its base was made for, or None if no file on this machine says."""
+    """Return the largest number of positions of the policy or its base, or None if no file on this machine names it."""
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
     if holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
         name, revision = str(adapter.base_model_name_or_path), adapter.revision or "main"
@@ -293,7 +293,7 @@ def check_reference(recipe: Recipe) -> None:
 
 
 def check_model_folders(recipe: Recipe) -> None:
-    """Raise `RecipeError` if a file beside the weights of the policy, its base or its reference is damaged."""
+    """Raise `RecipeError` if a JSON file of the policy, its base or its reference is damaged."""
     name, reference = recipe.model["model_name_or_path"], recipe.reference.adapter
     for key, folder in (("model_name_or_path", name), ("reference.adapter", reference)):
         if folder is None or not Path(folder).is_dir():

@@ -1,4 +1,4 @@
-"""Checks of what a recipe uses beside TRL: trackers, optimizers, quantization and vLLM.
+"""Checks of what a recipe uses besides TRL: trackers, optimizers, quantization and vLLM.
 
 TRL finds these mistakes when the model is loaded, at the first generation, or not at all.
 """
@@ -33,7 +33,7 @@ OPTIMIZER_PACKAGES: Mapping[str, tuple[str, str]] = {
     "schedule_free_": ("schedulefree", "schedulefree"),
     "stable_adamw": ("optimi", "torch-optimi"),
 }
-"""Module and package of an optimizer, by the beginning of its name. transformers imports the module after the model."""
+"""Module and package of an optimizer, by the beginning of its name. transformers imports it after loading the model."""
 
 
 def missing(config: Any) -> list[UserError]:

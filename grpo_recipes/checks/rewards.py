@@ -44,7 +44,7 @@ class GoldCheck:
         places: Positions of the first `NAMED_ROWS` of their rows.
         rewards: Names of the correctness rewards.
         forms: Clause that describes a valid gold of the first of them, or "".
-        missing: Number of golds that are empty cells, which `drop_missing` leaves out with their rows.
+        missing: Number of golds that are empty cells, whose rows `drop_missing` drops.
         dataset_rows: Number of rows if only a random sample of them was checked (`tables.sample_of_rows`), or None.
     """
 
@@ -258,9 +258,9 @@ def _is_finite(score: Any) -> bool:
 def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places = row_numbers) -> GoldCheck | None:
     """Return the golds that no correctness reward can score, or None if there are none.
 
-    A reward returns None for a gold that it cannot score, whatever the completion. Each gold is therefore scored once
-    with an empty completion, so that nothing is compared symbolically. Of a large dataset a sample is checked:
-    `tables.sample_of_rows`.
+    A reward returns None for a gold that it can't score with any completion. Each gold is therefore scored once with an
+    empty completion, so that nothing is compared symbolically. Only a sample of a large dataset is checked
+    (`tables.sample_of_rows`).
 
     Raises:
         UserError: No gold can be scored.

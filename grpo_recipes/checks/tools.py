@@ -29,7 +29,7 @@ from grpo_rewards.registry import BuiltReward, module_of_file
 
 TOOLS, FACTORY = "tools", "environment_factory"
 OWN_METHODS = ("reset", "get_reward")
-"""Public methods of an environment that are no tools."""
+"""Public methods of an environment that are not tools."""
 
 ERROR_CHARS = 200
 _EXAMPLES: Mapping[str, Any] = {"string": "a", "integer": 7, "number": 1.5, "boolean": True, "array": [], "object": {}}
@@ -259,7 +259,7 @@ def check_any_reward(toolset: Toolset | None, rewards: Sequence[BuiltReward]) ->
 
 
 def check_rows(toolset: Toolset | None, datasets: Iterable[Dataset | None]) -> None:
-    """Raise `UserError` for rows that the environments can't begin with, or prompts that hold no messages."""
+    """Raise `UserError` for rows with which no environment can begin, or for prompts without messages."""
     for dataset in datasets:
         if dataset is None:
             continue

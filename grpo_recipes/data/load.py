@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do
 
 logger = logging.getLogger(__name__)
 
-_PROGRAMS = Path(__file__).with_name("programs.jsonl")  # a task a line: its split, question, tests and solution
+_PROGRAMS = Path(__file__).with_name("programs.jsonl")  # one task per line: split, question, tests, solution
 _TRAINED = Keys("path", "split")
 _OTHER_SPLIT = Keys("path", "eval_split")  # held-out rows under the same path as the training rows
 
@@ -58,9 +58,9 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
     """Return the training or the held-out rows of a dataset as prompts.
 
     Returns:
-        A dataset with the column `prompt` (messages or a string), the column `answer` (the final answer alone) if there
-        is a preset, and the columns that neither is made of. For `scored`: the columns `prompt`, `responses`, `rewards`
-        and, if recorded, `logprobs`.
+        Prompts whose dataset has the column `prompt` (messages or a string), with a preset also the column `answer`
+        (the final answer alone), and the columns from which neither is made. The columns of `scored` are `prompt`,
+        `responses`, `rewards` and, if recorded, `logprobs`.
 
     Raises:
         sources.DatasetUnreachable: the hub does not answer, and the local cache has no copy.
@@ -240,7 +240,7 @@ def _grouped(lines: PlacedRows, path: str) -> PlacedRows:
     """Return one row per distinct prompt, in the order of the lines. The position of a row is its first line.
 
     The columns are `prompt` (text), `responses` (texts), `rewards` (finite numbers) and, if the lines have them,
-    `logprobs`: one log-probability per token of each response, the end-of-sequence token's last.
+    `logprobs`: one log-probability per token of each response, including the end-of-sequence token.
     """
     by_prompt: dict[str, dict[str, Any]] = {}
     first_lines: list[int] = []
@@ -265,7 +265,7 @@ def _grouped(lines: PlacedRows, path: str) -> PlacedRows:
 
 
 def _scored_line(line: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return a line with lists, also if it holds one `response` and `reward`, or what is wrong with it as a clause."""
+    """Return a line with lists of responses, rewards and log-probabilities, or a clause that describes its mistake."""
     if ("response" in line) == ("responses" in line):
         return "it must have either response and reward, or responses and rewards"
     recorded = dict(line)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 NAMED_ROWS = 20
-"""Largest number of rows that a message names. The others are counted."""
+"""Largest number of rows that a message names. It gives only the number of the others."""
 
 
 class Place(NamedTuple):
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 Places = Callable[[Sequence[int]], list[Place]]
-"""Function from indices of rows to their positions. It may have to read a file again, once for all of the indices."""
+"""Function from row numbers, counted from 0, to positions. One call may read a file again."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,26 @@ class RowName:
 
 
 def row_numbers(indices: Sequence[int], table: str = "") -> list[Place]:
-    """Return the positions of rows of a table that is no file of lines."""
+    """Return the positions of rows of a table without line numbers (Parquet, a saved folder, the hub)."""
     return [Place(table, "row", int(index) + 1) for index in indices]
 
 
 def numbered(table: object) -> Places:
-    """Return the function from indices to positions in `table`, which is no file of lines."""
+    """Return a function from row numbers to positions, for a table without line numbers (`row_numbers`)."""
     return partial(row_numbers, table=str(table))
 
 
 def selected(places: Places, indices: Sequence[int] | np.ndarray) -> Places:
-    """Return the positions after a selection of the rows with these indices."""
+    """Return a function from row numbers to positions, for a table that keeps only the rows with these indices."""
     return lambda rows: places([int(indices[row]) for row in rows])
 
 
 def joined(tables: Sequence[tuple[int, Places]]) -> Places:
-    """Return the positions of rows of several tables, one after the other, each given by its length and positions."""
+    """Return a function from row numbers to positions, for several tables in a row.
+
+    Args:
+        tables: number of rows and positions of each table.
+    """
 
     def places(indices: Sequence[int]) -> list[Place]:
         found: dict[int, Place] = {}

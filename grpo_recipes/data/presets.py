@@ -29,7 +29,7 @@ RLAIF_PLACEHOLDER = "空"
 
 Message = dict[str, Any]
 Turns = list[Message] | str
-"""Turns that lead to the completion, or the text of a prompt that is no conversation."""
+"""Turns that lead to the completion, or the text of a prompt that is not a conversation."""
 Read = Callable[[Mapping[str, Any], str], tuple[Turns, dict[str, Any]]]
 """Function from a row's parts and its position (for errors) to the turns and the columns made of the row. A made column
 holds texts or floats, lists of them if the row accepts several answers, or choices with their labels."""
@@ -182,7 +182,7 @@ def choices_of(value: Any) -> Any:
     if found is None:
         found = [part.strip() for part in value.split("|")]
         found = found if all(found) else None
-    # One choice alone is no list: `['a' 'b']`, as numpy writes it, is one text for Python.
+    # One choice alone is not a list: `['a' 'b']`, as numpy writes it, is one text for Python.
     return found if isinstance(found, (list, tuple, dict)) and len(found) > 1 else None
 
 
@@ -251,7 +251,7 @@ def _extracted(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any
 
 
 def gold_object(value: Any) -> dict[str, Any] | None:
-    """Return the object of a row, from a mapping or from JSON, without the nulls of missing keys. Else return None."""
+    """Return the object of a row, given as a mapping or as JSON, without keys that have null. None if it is not one."""
     try:
         read = parse_json(value if isinstance(value, str) else json.dumps(value))
     except (TypeError, ValueError, RecursionError):

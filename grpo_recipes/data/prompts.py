@@ -70,7 +70,7 @@ class Prompts:
         dataset: table with the column `prompt` (messages or a string), the columns that a preset makes (`answer`), and
             the remaining columns of the rows.
         identities: 64-bit hash (N,) uint64 of the content that each prompt is made from. Rows that pose the same
-            problem have the same hash, whatever the system prompt, the wording of the template, and the other columns.
+            problem have the same hash: the system prompt, the wording of the template and other columns do not count.
         places: positions of the rows in the user's files.
     """
 
@@ -107,7 +107,7 @@ class _Reading:
 
 
 def phrased(rows: PlacedRows, spec: DatasetSpec) -> Prompts:
-    """Return the rows as prompts, all checked. The prompts are cached on disk and memory-mapped.
+    """Check all rows and return them as prompts, which are cached on disk and memory-mapped.
 
     Raises:
         UserError: a column is missing or reserved, a row has no prompt, or the template fails on a row.
@@ -223,7 +223,7 @@ class _Phrasing:
 
 
 def prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
-    """Return the turns after the system prompt, unless they bring their own. Text joins their contents by newlines."""
+    """Return the system prompt, unless the turns begin with their own, and the turns, as messages or as one text."""
     if isinstance(turns, str):
         if is_text and system is None:
             return turns
@@ -291,7 +291,7 @@ def _gold_kind(kind: pa.DataType) -> pa.DataType:
 
 
 def _own_reading(rows: PlacedRows, spec: DatasetSpec) -> _Reading:
-    """Return the reader without a preset: of a template, or of a column `prompt`, `question` or `messages`."""
+    """Return the reader of rows without a preset: by a template, or of a column `prompt`, `question` or `messages`."""
     names = rows.table.column_names
     if spec.prompt_template is not None:
         return _Reading({"prompt": "prompt"} if "prompt" in names else {}, _no_turns)

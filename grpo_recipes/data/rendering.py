@@ -27,8 +27,7 @@ class PromptTools:
     """Tools that the chat template describes in each prompt, as TRL renders it.
 
     Attributes:
-        schemas: JSON schemas of the tools of every row under None, or those of the rows of each environment by its
-            name.
+        schemas: JSON schemas of the tools: under None for all rows, or under the name of an environment for its rows.
         chat_template: TRL's variant of the tokenizer's chat template for training, or None for the tokenizer's own.
     """
 
@@ -51,7 +50,7 @@ def token_lengths(
     """Return the length (N,) in tokens of every prompt, as the trainer feeds it to the model.
 
     Messages go through the chat template with the generation prompt and the tools, and text gets the tokenizer's
-    special tokens. The text that an environment's `reset` adds to a prompt is not counted, because it is not known.
+    special tokens. The text that an environment's `reset` adds to a prompt is unknown and not counted.
 
     Raises:
         UserError: the prompts are messages, and the tokenizer has no chat template.

@@ -43,7 +43,7 @@ SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 
 _A_FILE = f"{', '.join(SUFFIXES)} file ({' or '.join(COMPRESSIONS)} may follow, except for .parquet)"
 
-# Name of the only split of a table without splits. Such a table is read whatever split is named.
+# Name of the only split of a table without splits, which is read under any name.
 _ANY_SPLIT = ""
 
 
@@ -125,7 +125,7 @@ def _names_files(path: str) -> bool:
 def guess_source(path: str) -> SourceSpec:
     """Return the source of a path, with `delimiter`, `encoding` and `decimal` where a text table needs them.
 
-    Several files are described by the first of them.
+    The first file of a glob decides.
 
     Raises:
         UserError: the file can't be read, or a glob matches none.
@@ -156,7 +156,7 @@ def unread_notation(path: str) -> set[str]:
 
 
 def _check_notation(source: SourceSpec, unread: Iterable[str]) -> None:
-    """Raise `UserError` if a source has one of the `unread` keys."""
+    """Raise `UserError` if a source has one of the keys in `unread`, which have no effect on it."""
     for key in sorted(unread):
         if getattr(source, key) is not None:
             files = "text files" if key == "encoding" else ".csv and .tsv files"
@@ -246,7 +246,7 @@ def slices(lengths: Mapping[str, int], split: str, keys: Keys) -> list[tuple[str
 
 
 def rows_in_common(length: int, splits: Sequence[str], keys: Keys) -> int:
-    """Return the number of rows that every one of `splits` names, of a table with `length` rows and without splits."""
+    """Return the number of rows that all of `splits` name, in a table of `length` rows without splits."""
     named = np.ones(length, bool)
     for split in splits:
         taken = np.zeros(length, bool)
@@ -288,7 +288,7 @@ def _joined(parts: Sequence[PlacedRows]) -> PlacedRows:
 
 
 def _as_written(table: datasets.Dataset) -> datasets.Dataset:
-    """Return the table with the names of class labels for their numbers, and 0.1 for the 32-bit float 0.10000000149."""
+    """Return the table with class labels by name, and 32-bit floats as they are written (0.1, not 0.10000000149)."""
     columns = {}
     for name, kind in table.features.items():
         is_label = isinstance(kind, datasets.ClassLabel) and kind.names

@@ -83,7 +83,7 @@ def shown(value: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a library's error as a clause for ours."""
+    """Return the message of a library's error as a clause of a message of ours."""
     return one_line(error).rstrip(".") or type(error).__name__
 
 

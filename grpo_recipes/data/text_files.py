@@ -1,4 +1,4 @@
-"""Reader of text tables (JSON Lines, JSON, CSV, TSV), compressed or not, and a guess at how one is written.
+"""Reader of text tables (JSON Lines, JSON, CSV, TSV), compressed or not, and guesses of their encoding and delimiter.
 
 `datasets` and pandas guess the type of a column from its first rows. A later row of another type is then changed
 silently, or fails without its line number. Dates become timestamps, and the CSV cells `NA` and `None` become nulls.
@@ -30,7 +30,7 @@ from grpo_rewards.errors import UserError
 from grpo_rewards.math.decimals import Decimal
 
 COMPRESSIONS: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd"}
-"""Arrow's name of a compression by the suffix that follows the format's suffix, as in `rows.csv.gz`."""
+"""Arrow's names of compressions by suffix. The suffix follows that of the format, as in `rows.csv.gz`."""
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 """Suffixes of the text files that are read here."""
@@ -96,10 +96,9 @@ def read_text_files(paths: Sequence[Path], key: str, notation: TextFormat) -> da
 
 
 def text_places(paths: Sequence[Path], key: str, notation: TextFormat, indices: Sequence[int]) -> list[Place]:
-    """Return the place of each row at `indices` of the table: its file, and its line, entry or row there.
+    """Return the positions of rows in the files of `read_text_files`, which are read again.
 
-    The table is that of `read_text_files`, and the files are read again. The header of a CSV file is its row 1, as in
-    a spreadsheet.
+    The header of a CSV file is its row 1, as in a spreadsheet.
     """
     places: list[Place] = []
     for path in paths:
@@ -176,7 +175,7 @@ def _common(first: pa.Schema, second: pa.Schema) -> pa.Schema:
 
 
 def _misfit(batch: Sequence[tuple[Place, Mapping[str, Any]]], schema: pa.Schema, cause: Exception) -> UserError:
-    """Return the error for a batch whose types do not fit. It names the first value that does not fit those before."""
+    """Return the error for a batch whose types do not fit. It names the first value that does not fit earlier ones."""
     for place, row in batch:
         for name, value in row.items():
             try:
@@ -216,7 +215,8 @@ def _parsed(text: bytes, where: object) -> Any:
 
 # CSV
 
-# Blank lines, which are skipped. They stay in the cell of a quote that is never closed.
+# Blank lines that are read after each file. Arrow skips them, unless a quote that is never closed takes them into its
+# cell.
 _END = "\r\r\n\r\r\n"
 
 _WHOLE = r"-?(0|[1-9]\d{0,17}"  # 64 bits hold 18 digits
@@ -269,7 +269,7 @@ def _cells(path: Path, key: str, notation: TextFormat) -> pa.Table:
 
 
 def _all_cells(content: bytes, path: Path, notation: TextFormat) -> pa.Table:
-    """Return the rows of a CSV file, the first row included. Raise `UserError` if they differ in their widths."""
+    """Return the rows of a CSV file, the first row included. Raise `UserError` if one has more or fewer cells."""
     wrong: list[pyarrow.csv.InvalidRow] = []
 
     def refuse(row: pyarrow.csv.InvalidRow) -> str:
@@ -299,7 +299,7 @@ def _all_cells(content: bytes, path: Path, notation: TextFormat) -> pa.Table:
 
 
 def _other_delimiter(content: bytes, path: Path, notation: TextFormat) -> str | None:
-    """Return the sentence that proposes another delimiter, or None if the recipe names one or none fits better."""
+    """Return a fix that proposes another delimiter, or None if the recipe names one or no other fits better."""
     found = _guess_delimiter(content, path) if notation.delimiter is None else None
     return None if found is None else f"set `dataset.delimiter: {json.dumps(found)}`"
 

@@ -165,8 +165,8 @@ class DatasetSpec(Spec):
         pass_rate: training rows to keep by the share of right samples in an evaluation (`PassRateSpec`). Default: all
             rows.
         labels: labels of `classification`, which the prompt names. Upper and lower case are not distinguished.
-        drop_missing: true to leave out the rows that have no prompt or no gold. Default: such a row is an error, or is
-            named if the reward alone needs the gold.
+        drop_missing: true to drop the rows that have no prompt or no gold. Default: a row without a prompt is an error.
+            So is a row without a gold that the preset reads. A row whose gold only a reward reads is named.
         size: number of problems in each split of `arithmetic`, `products` or `secret_number`. Default: 2,000.
         seed: random seed of these problems.
     """
@@ -243,7 +243,7 @@ class DatasetSpec(Spec):
             object.__setattr__(self, "prompt_format", "text" if self.name == "scored" else "conversational")
 
     def _check_unset(self, keys: Sequence[str], beside: str) -> None:
-        """Raise `UserError` if one of `keys` is not its default, as it would have no effect with `beside`."""
+        """Raise `UserError` if one of `keys` is not its default, because it would have no effect with `beside`."""
         for field in fields(self):
             if field.name in keys and getattr(self, field.name) != field.default:
                 raise UserError(f"`dataset.{field.name}`", f"it does not go with {beside}", "remove it")

@@ -38,7 +38,7 @@ class LossType:
         return self.divisor is not None and not self.counts_other_rows
 
     def clipped_outside(self, epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
-        """Return the ratio below which a token with a negative advantage is clipped, and above which with a positive.
+        """Return two ratios: tokens with a negative advantage are clipped below the first, others above the second.
 
         This is the rule of TRL's `clip_ratio/region_mean` and `cispo_clip_ratio`. The bound `delta` does not count.
         """

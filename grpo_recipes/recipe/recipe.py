@@ -364,7 +364,7 @@ class _RecipeParser(TrlParser):
 
 @cache
 def _parser() -> _RecipeParser:
-    """Return the parser of TRL's keys. It is made once, because that takes longer than reading a recipe."""
+    """Return the parser of TRL's keys. It is made once, because making it takes longer than reading a recipe."""
     classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
     return _RecipeParser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
 
@@ -457,7 +457,7 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
 def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
     """Return a question with the key or option nearest to `word`.
 
-    Of equally near keys, ours come first, then the model's, then those that TRL adds to transformers' trainer.
+    Equally near keys are tried in this order: ours, the model's, those that TRL adds to transformers' trainer.
     """
     known = [*OUR_KEYS, *hints(ModelConfig), *inspect.get_annotations(GRPOConfig), *options, *hints(GRPOConfig)]
     inner = word.lstrip("-")

@@ -34,7 +34,7 @@ AdvantageRule = Literal["max_rl"]
 """Name of a rule for advantages that TRL's options cannot express. `training/advantages.py` computes them."""
 
 GenerationMode = Literal["auto", "off"]
-"""Mode of transformers' `generate`: each prompt once and without finished rows where this is exact, or as in TRL."""
+"""Mode of transformers' `generate`. `auto` computes a prompt once and drops finished rows where this is exact."""
 
 RECORDED_REWARD = "recorded_reward"
 """Column with the recorded reward of each response, which reward functions read."""
@@ -82,13 +82,27 @@ COUNT = Range(1)
 
 
 def check_number(key: str, value: float | None, allowed: Range, reason: str = "") -> None:
-    """Raise `UserError` if `value` is outside the range of its key. None stands for the default."""
+    """Raise `UserError` if `value` is outside the range of its key.
+
+    Args:
+        key: key, for the message.
+        value: value, or None for the default, which is valid.
+        allowed: range of the key.
+        reason: clause that follows the value in the message.
+    """
     if value is not None and value not in allowed:
         raise UserError(f"`{key}`", f"it is {value}{reason}", f"set a number {allowed}")
 
 
 def check_setting(config: TrainingConfig, key: str, allowed: Sequence[Any], reason: str) -> None:
-    """Raise `UserError` unless `key` of `config` has one of the `allowed` values. `reason` follows the value."""
+    """Raise `UserError` unless a key has an allowed value.
+
+    Args:
+        config: configuration with the key.
+        key: name of the key.
+        allowed: values that the key may have.
+        reason: clause that follows the value in the message.
+    """
     value = getattr(config, key)
     if value not in allowed:
         raise UserError(f"`{key}`", f"`{value}` {reason}", f"set `{key}` to {' or '.join(map(str, allowed))}")
@@ -237,7 +251,7 @@ class SamplingSpec(Spec):
     """`biased` counts a skipped prompt as a zero-variance group. `unbiased` divides the advantages of the other prompts
     by their probabilities, so that the expected gradient equals the gradient with all prompts."""
     exploration: float = 0.5
-    """Probability that a prompt is generated after one zero-variance group; its nth power after n groups in a row."""
+    """Probability p that a prompt is generated after one zero-variance group. After n of them in a row it is p^n."""
     floor: float = 0.1
     """Smallest probability, so that every prompt is generated again at some time."""
 
@@ -341,7 +355,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _as_is(value: Any, option: Any) -> Any:
-    """Return a value that already is of type `option`. An integer is a float, and a boolean is no integer."""
+    """Return a value that already is of type `option`. An integer is a float, and a boolean is not an integer."""
     if option is Any:
         return value
     if option is float and isinstance(value, int) and not isinstance(value, bool):

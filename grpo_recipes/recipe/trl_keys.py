@@ -196,7 +196,7 @@ def cautions(config: TrainingConfig, model: Mapping[str, Any]) -> list[str]:
     if config.learning_rate > HIGH_LEARNING_RATE:
         rate = f"`learning_rate` is {config.learning_rate:g}, above {HIGH_LEARNING_RATE:g}"
         notes.append(f"{rate}: few models learn at such a rate")
-    # No refusal: `--use_peft false` turns LoRA off in a recipe that has these keys.
+    # This is not an error, because `--use_peft false` turns LoRA off in a recipe that has these keys.
     lora = [key for key, value in model.items() if key.startswith("lora_") and value is not None]
     if lora and not model.get("use_peft"):
         notes.append(f"`{lora[0]}` has no effect without `use_peft: true`, which makes a new adapter")
@@ -265,7 +265,7 @@ def check_tools(config: TrainingConfig, key: str) -> None:
 
 
 def check_turn_ends(config: TrainingConfig, key: str) -> None:
-    """Raise `UserError` for stop strings beside tools. The arguments are those of `check_tools`."""
+    """Raise `UserError` if a run with tools has stop strings. The arguments are those of `check_tools`."""
     if stop := stop_strings(config.generation_kwargs):
         problem = f"{stop[0]!r} may cut a turn before its end token, and a tool's result would follow an unended turn"
         raise UserError("`generation_kwargs.stop`", problem, f"remove `stop`, which does not go with `{key}`")
@@ -300,7 +300,7 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
     """Return the strings that end a completion: `stop` of TRL's `generation_kwargs`, which is vLLM's name for them.
 
     Raises:
-        UserError: `stop` is no string or list of strings, or transformers' own key `stop_strings` is used, which TRL
+        UserError: `stop` is not a string or a list of strings, or transformers' key `stop_strings` is used, which TRL
             can't pass on.
     """
     given = generation_mapping(generation_kwargs)

@@ -292,7 +292,7 @@ def has_state(checkpoint: Path) -> bool:
 
 
 def steps_done(checkpoint: Path) -> int:
-    """Return the optimizer step after which a complete checkpoint was saved. Raises `RunError` if no file says so."""
+    """Return the optimizer step after which a complete checkpoint was saved. Raises `RunError` if no file has it."""
     manifest = read_manifest(checkpoint)
     return _read_state(checkpoint, {"global_step": files.STEP})["global_step"] if manifest is None else manifest.step
 
@@ -302,7 +302,7 @@ def _read_state(checkpoint: Path, shape: Shape) -> dict[str, Any]:
 
 
 def description_damage(checkpoint: Path) -> RunError | None:
-    """Return what is wrong with the JSON files that a resume reads beside the log, or None.
+    """Return an error of the JSON files that a resume reads (without the log of metrics), or None.
 
     Other JSON files are ignored: a script may keep its own there, of any form and size.
     """
@@ -340,7 +340,7 @@ def checkpoint_damage(checkpoint: Path) -> RunError | None:
 
 
 def numbered(folder: Path, suffix: str = "") -> Iterator[Path]:
-    """Yield the checkpoints of a run's folder with a suffix to their names, complete or not, in no order."""
+    """Yield the checkpoints of a run's folder whose names end in `suffix`, incomplete ones included, in any order."""
     for path in folder.glob("checkpoint-*"):
         if re.fullmatch(rf"checkpoint-\d+{suffix}", path.name):
             yield path

@@ -27,11 +27,11 @@ FOLDER = "completions"
 TRAINING, EVALUATION = "completions", "eval_completions"
 
 NO_MAPPING = ""
-"""Key under which arguments that are no mapping are stored. TRL prints only mappings."""
+"""Key under which arguments that are not a mapping are stored. TRL prints only mappings."""
 MOST_LEVELS = 100
 """Depth of nested arguments that is stored. Python's JSON reader and writer fail at about 1,000."""
 
-# Keys of a call and of its function beside those two. A policy may write any others, and each would be a column.
+# Further keys of a call and of its function. A policy may write any others, and each would be a column.
 _CALL_KEYS = frozenset({"type", "id", "index", "name"})
 
 _STEP_FILE = re.compile(r"(.*completions)_(\d+)\.parquet")
@@ -73,11 +73,11 @@ def drop_after(folder: Path, step: int) -> int:
 
 
 def storable(conversations: Iterable[Any]) -> list[Any]:
-    """Return the conversations of one column with messages that fit one Arrow type, whatever the policy has written.
+    """Return the conversations of one column with messages that fit one Arrow type.
 
     The messages themselves are not changed. Texts, and messages of texts, are returned as they are.
 
-    - Arguments of a call are JSON text of a mapping, which is what TRL prints. Arguments that are no mapping stand
+    - Arguments of a call are JSON text of a mapping, which is what TRL prints. Arguments that are not a mapping stand
       under the key "".
     - If one message consists of content blocks, all do.
     - Lone surrogates, which UTF-8 does not have, are escaped.

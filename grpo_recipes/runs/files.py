@@ -76,7 +76,7 @@ class Condition:
     holds: Callable[[Any], bool]
 
 
-# Kinds of values. `true` in JSON becomes a Python bool, which is an int too.
+# Conditions on values. `true` in JSON becomes a Python bool, which is an int too.
 ANYTHING = Condition("anything", lambda value: True)
 FLAG = Condition("true or false", lambda value: isinstance(value, bool))
 TEXT = Condition("a text", lambda value: isinstance(value, str))
@@ -94,7 +94,7 @@ ESTIMATE = Condition(
     "a number with an interval (low <= value <= high, or both ends null)", lambda value: _is_estimate(value, True)
 )
 
-# Kinds of columns. A column without any value has no type of its own.
+# Conditions on columns. A column without any value has no type of its own.
 INTEGERS = Condition("integers", lambda column: column.dtype.kind in "iu")
 NUMBERS = Condition("numbers", lambda column: column.dtype.kind in "biuf" or column.isna().all())
 BOOLEANS = Condition("true or false", lambda column: column.dtype.kind == "b")

@@ -6,15 +6,15 @@ A resume compares identities, so that it notices what has changed behind an unch
 |---|---|
 | dataset | a checksum of each column, in row order |
 | weights | `identify_weights` of each file in a folder, or the commit on the hub |
-| configuration, tokenizer | a checksum of each file beside those weights, as far as a step reads it |
+| configuration, tokenizer | a checksum of each file in the folder of the weights, as far as a step reads it |
 | chat template of the recipe | a checksum of its text and its `response_template` |
 | rewards, tools and environments of the user | a checksum of the source file that defines each |
 | packages | their versions |
 
-Not compared are: streamed rows; files that a column names by their path; transforms made with `set_transform`; bytes
-such as images, except for their length and both ends; a change of weights behind the first 4 KiB of a tensor that keeps
-the size of its file; a tokenizer from another folder than the model; modules that the source file of a reward or a tool
-imports.
+These are not compared: streamed rows; files that a column names by their path; transforms made with `set_transform`;
+bytes such as images, except for their length and both ends; a change of weights behind the first 4 KiB of a tensor that
+keeps the size of its file; a tokenizer from another folder than the model; modules that the source file of a reward or
+a tool imports.
 
 A resume with changed data or weights is refused. Changed code and versions are logged.
 """
@@ -68,7 +68,7 @@ COUNTED_ENTRIES: Mapping[str, Callable[[str], bool]] = {
     # The base is identified by its own weights, and may have moved.
     ADAPTER_CONFIG: lambda key: key not in ("base_model_name_or_path", "revision"),
 }
-"""JSON files beside the weights, and whether the entry of a key changes what the model computes."""
+"""JSON files of a model, each with the condition on keys whose entries change what the model computes."""
 
 Weights = Mapping[str, str]
 """Identity of each file of a model by name, or the commit on the hub as `commit`. Empty if it is not known."""
@@ -76,7 +76,7 @@ Weights = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Source:
-    """Folder or name on the hub that weights are loaded from."""
+    """Origin of weights: a folder, or a repository on the hub."""
 
     name: str
     commit: str | None = None
@@ -85,7 +85,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a launch."""
+    """Checksums of what a launch reads beside its checkpoint: rows, weights, reward code, versions."""
 
     content: Mapping[str, Any]
     """Identity as in manifests and `run.json`. It holds no path, because either file may be pushed to the hub."""
@@ -282,7 +282,7 @@ def weights_of(source: Source) -> dict[str, str]:
 
 
 def _beside_weights(folder: Path) -> dict[str, str]:
-    """Return a checksum of each file beside a model's weights that affects what the model reads and computes."""
+    """Return a checksum of each other file of a model that affects what the model reads and computes."""
     found = {}
     for name in TOKENIZER_FILES:
         file = folder / name

@@ -112,7 +112,7 @@ class Resume:
     named: Path | None = None
     """Checkpoint that was given by its path, or None if `true` was given."""
     checkpoints: Sequence[Path] = ()
-    """Checkpoints to resume from, newest first. Names and sizes say that they are complete."""
+    """Checkpoints to resume from, newest first. They are complete, judged by the names and sizes of their files."""
     rejected: Sequence[Rejected] = ()
 
     @property
@@ -161,7 +161,7 @@ class Resume:
 
 
 def decide(folder: Path, requested: str | Literal[True], processes: int, *, trusts_others: bool = False) -> Resume:
-    """Return where a run resumes, as far as names and sizes tell.
+    """Return where a run resumes, judged by the names and sizes of files.
 
     Args:
         folder: folder of the run.
@@ -170,8 +170,8 @@ def decide(folder: Path, requested: str | Literal[True], processes: int, *, trus
         trusts_others: True if a named checkpoint of another trainer is accepted unchecked. transformers then checks it.
 
     Raises:
-        RunError: `_launch.json` is damaged, or the last launch saved nothing, and it began anew in a folder of an
-            earlier run or the checkpoint that it resumed from is gone.
+        RunError: `_launch.json` is damaged. Or the last launch saved nothing, and either it began anew in the folder of
+            an earlier run, or the checkpoint that it resumed from is gone.
     """
     if requested is not True:
         named = Path(requested)
@@ -191,7 +191,7 @@ def decide(folder: Path, requested: str | Literal[True], processes: int, *, trus
 
 
 def newest_checkpoint(folder: Path, processes: int) -> Path | None:
-    """Return the newest complete checkpoint of the last launch in a run's folder, as far as names and sizes tell."""
+    """Return the newest complete checkpoint of the last launch in a folder, judged by the names and sizes of files."""
     complete, _ = _survey(folder, processes)
     return complete[0] if complete else None
 
@@ -216,9 +216,8 @@ def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected]]:
 def confirmed(point: Resume, *, each_node: bool) -> Resume:
     """Return the decision with only the newest checkpoint that is finite and agrees with its manifest. Collective.
 
-    Of a checkpoint without a manifest (another trainer's), only the weights are checked: what else it should contain is
-    unknown.
-    Damaged checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
+    Only the weights of a checkpoint without a manifest (another trainer's) are checked, because its other contents are
+    unknown. Damaged checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` returns an error.
     """
     # Ranks that see different disks may propose different checkpoints.
     proposed = gather([path.name for path in point.checkpoints])

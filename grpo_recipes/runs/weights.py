@@ -59,7 +59,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def check_descriptions(folder: Path) -> None:
-    """Raise `RunError` if a JSON file beside the weights that loading `folder` reads is damaged. It may be missing."""
+    """Raise `RunError` if a JSON file that loading the model in `folder` reads is damaged. It may be missing."""
     try:
         check_model_files(folder)
     except UnreadableFile as error:

@@ -130,23 +130,23 @@ def checked_reward(reward: Reward) -> Reward:
     """
     name = getattr(reward, "__name__", type(reward).__name__)
 
-    def call(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        batch = _RewardCall(name, prompts, completions, columns)
+    def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        call = _RewardCall(name, prompts, completions, columns)
         try:
             scores = reward(prompts=prompts, completions=completions, **columns)
         except (Exception, SystemExit) as error:
-            raise batch.fault_of(error, batch.row_that_raises(error, reward)) from error
-        return _finite_scores(batch, scores)
+            raise call.fault_of(error, call.row_that_raises(error, reward)) from error
+        return _finite_scores(call, scores)
 
-    async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        batch = _RewardCall(name, prompts, completions, columns)
+    async def score_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        call = _RewardCall(name, prompts, completions, columns)
         try:
             scores = await reward(prompts=prompts, completions=completions, **columns)
         except (Exception, SystemExit) as error:  # an exit that leaves a task would end the event loop
-            raise batch.fault_of(error, None) from error
-        return _finite_scores(batch, scores)
+            raise call.fault_of(error, None) from error
+        return _finite_scores(call, scores)
 
-    checked: Reward = call_async if is_async_callable(reward) else call
+    checked: Reward = score_async if is_async_callable(reward) else score
     checked.__name__ = name  # TRL logs a reward under this name
     return checked
 
@@ -225,23 +225,21 @@ def _raises(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) 
     return False
 
 
-def _finite_scores(batch: _RewardCall, scores: Any) -> list[float | None]:
+def _finite_scores(call: _RewardCall, scores: Any) -> list[float | None]:
     """Return `scores` as a list. Raise `RewardFault` unless it has one finite number or None for each completion.
 
     TRL writes the scores into a tensor: a list that is too short, or a single score, would silently be spread over
     rows.
     """
     try:
-        scores = listed_scores(batch.reward, scores, len(batch.completions))
+        scores = listed_scores(call.reward, scores, len(call.completions))
     except ValueError as error:
         raise RewardFault(str(error)) from error
     for row, score in enumerate(scores):
         if score is not None and not _is_finite(score):
-            raise RewardFault(
-                f"reward `{batch.reward}` returned {score!r} for {batch.place(row)}: return a finite number, or None "
-                "for a row that can't be scored",
-                batch.row(row),
-            )
+            problem = f"reward `{call.reward}` returned {score!r} for {call.place(row)}"
+            fix = "return a finite number, or None for a row that can't be scored"
+            raise RewardFault(f"{problem}: {fix}", call.row(row))
     return scores
 
 

@@ -70,11 +70,11 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
         sources, keys = _held_out_sources(spec)
     else:
         sources, keys = _sources(spec, spec.path, spec.split), _TRAINED
+    rows = _rows(spec, sources, keys)
     if spec.name == "scored":
-        rows = _scored(spec, sources[0], keys)
         prompts = Prompts(rows.table, np.zeros(len(rows.table), np.uint64), rows.places)
     else:
-        prompts = phrased(_rows(spec, sources, keys), spec)
+        prompts = phrased(rows, spec)
     key, part = keys.split, repr(sources[0].split)
     if spec.eval_share is not None:
         key, part = "eval_share", f"{spec.eval_share} of the rows"
@@ -131,7 +131,13 @@ def _rows(spec: DatasetSpec, sources: list[SourceSpec], keys: Keys) -> PlacedRow
         return _programs(sources[0], keys)
     if isinstance(getattr(spec, keys.path), list):
         return mixed(sources, keys)
-    return read(sources[0], keys, spec.split if keys == _OTHER_SPLIT else None)
+    trained_split = spec.split if keys == _OTHER_SPLIT else None
+    if spec.name != "scored":
+        return read(sources[0], keys, trained_split)
+    rows = _grouped(file_rows(sources[0], keys), sources[0].path)
+    if trained_split is not None:
+        check_shared(len(rows.table), trained_split, sources[0], keys)
+    return sliced({"": rows}, sources[0].split, keys)  # a split counts prompts, not the lines with their responses
 
 
 def _made(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> PlacedRows:
@@ -226,14 +232,6 @@ def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generation
         problem = f"`group` compares {num_generations} responses, and {short} of {len(dataset)} prompts have fewer"
         fix = "lower `num_generations`, or set `offline.baseline: batch`"
         raise UserError("`offline.baseline`", problem, fix)
-
-
-def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> PlacedRows:
-    """Return the rows of `scored`, one per prompt. A split counts prompts, not the lines with their responses."""
-    rows = _grouped(file_rows(source, keys), source.path)
-    if keys == _OTHER_SPLIT:
-        check_shared(len(rows.table), spec.split, source, keys)
-    return sliced({"": rows}, source.split, keys)
 
 
 def _grouped(lines: PlacedRows, path: str) -> PlacedRows:

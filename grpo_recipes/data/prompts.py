@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import xxhash
 from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from grpo_recipes.data.places import Place, Places, selected
+from grpo_recipes.data.places import Places, RowName, selected
 from grpo_recipes.data.presets import (
     ONE_CHOICE,
     Preset,
@@ -57,9 +57,6 @@ _CHOICES = pa.struct([("text", pa.list_(pa.string())), ("label", pa.list_(pa.str
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns that are the prompt if there is neither a column `prompt` nor `question`."""
-
-# Placeholder for a row's position in an error message. Finding the position takes a pass over the file.
-_PLACE = "\0"
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def phrased(rows: PlacedRows, spec: DatasetSpec) -> Prompts:
     # A template may name no column, and `datasets` can't count the rows of a table without columns.
     read = list(dict.fromkeys(reading.columns.values()))
     inputs = table.select_columns(read or table.column_names[:1])
-    phrasing = _Phrasing(reading, system, is_text, is_unchanged, rows.place)
+    phrasing = _Phrasing(reading, system, is_text, is_unchanged, rows.places)
     settings = (spec.name, system, reading.template, is_text, is_unchanged, spec.labels)
     name = fingerprint("prompts", _VERSION, inputs._fingerprint, len(inputs), *settings)
     made = stored(name, lambda: phrasing.tables(inputs))
@@ -177,7 +174,7 @@ class _Phrasing:
     is_text: bool
     is_unchanged: bool
     """True if the column `prompt` is kept as it is, so that it is only checked and hashed."""
-    place: Callable[[int], Place]
+    places: Places
 
     def tables(self, inputs: datasets.Dataset) -> Iterator[pa.Table]:
         """Yield tables of prompts, made columns and identities, one per batch."""
@@ -191,21 +188,18 @@ class _Phrasing:
     def _row(self, row: Mapping[str, Any], index: int, template: Template | None) -> tuple[Turns, dict[str, Any], int]:
         """Return the turns, the made columns and the identity of one row."""
         parts = {part: row[column] for part, column in self.reading.columns.items()}
-        try:
-            turns, made = self.reading.read(parts, _PLACE)
-        except UserError as error:
-            place = error.place.replace(_PLACE, str(self.place(index)))
-            raise UserError(place, error.problem, error.fix) from None
+        where = RowName(index, self.places)  # only an error finds the position, which takes a pass over the file
+        turns, made = self.reading.read(parts, where)
         if template is None:
             return turns, made, _hash(turns)
         try:
             content = template.render(row)
             content.encode()  # fails for half of a surrogate pair
         except Exception as error:  # a filter or method in a template may raise any exception
-            place = f"`dataset.prompt_template`: {self.place(index)}"
+            place = f"`dataset.prompt_template`: {where}"
             raise UserError(place, f"it fails here ({reason_of(error)})", "correct template or row") from error
         if not content.strip():
-            place = f"`dataset.prompt_template`: {self.place(index)}"
+            place = f"`dataset.prompt_template`: {where}"
             raise UserError(place, "it leaves the prompt empty", "correct the row")
         # The columns are hashed, not the text: another wording of the template must not move a row to another side.
         return user_turn(content), made, _hash([row.get(column) for column in self.reading.template_columns])
@@ -325,16 +319,16 @@ def _has_roles(table: datasets.Dataset) -> bool:
     return not is_turns or kind.value_type.get_field_index("role") >= 0
 
 
-def _no_turns(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+def _no_turns(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
     """Read nothing, because the template reads the row itself."""
     return "", {}
 
 
-def _question(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+def _question(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
     return user_turn(text_of(parts, "question", where)), {}
 
 
-def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+def _given_prompt(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
     prompt = parts["prompt"]
     if isinstance(prompt, str) and prompt.strip():
         return prompt, {}
@@ -346,7 +340,7 @@ def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str
     raise UserError(f"`dataset`: {where}", f"it has the prompt {shown(prompt)}", fix)
 
 
-def _answered_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+def _answered_prompt(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
     """Read a conversation, whose last turn is the gold if it is the assistant's."""
     turns, _ = _given_prompt(parts, where)
     if isinstance(turns, str) or turns[-1]["role"] != "assistant":

@@ -104,10 +104,17 @@ def _local_splits(source: SourceSpec, keys: Keys) -> dict[str, PlacedRows] | Non
     The only split of a table without splits has the name "".
     """
     path = expanded(source.path)
-    if path.is_dir():
-        _check_notation(source, vars(TextFormat()))
-        return _saved_splits(path, keys)
-    return {_ANY_SPLIT: file_rows(source, keys)} if _names_files(source.path) else None
+    if not path.is_dir():
+        return {_ANY_SPLIT: file_rows(source, keys)} if _names_files(source.path) else None
+    _check_notation(source, vars(TextFormat()))
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except Exception as error:  # datasets raises any class for files that are damaged or without rows
+        problem = f"the folder holds no rows written by save_to_disk ({tables.reason_of(error)})"
+        raise UserError(f"`dataset.{keys.path}`: {path}", problem, "write them so, or name a file") from error
+    if isinstance(saved, datasets.Dataset):
+        return {_ANY_SPLIT: PlacedRows(saved, numbered(path))}
+    return {split: PlacedRows(table, numbered(f"{path}, {split}")) for split, table in saved.items()}
 
 
 def has_one_split(path: str) -> bool:
@@ -186,17 +193,6 @@ def file_rows(source: SourceSpec, keys: Keys) -> PlacedRows:
         problem = f"it can't be read as Parquet ({tables.reason_of(error.__cause__ or error)})"
         raise UserError(f"`dataset.{keys.path}`: {name}", problem, "replace it") from error
     return PlacedRows(table, numbered(name))
-
-
-def _saved_splits(path: Path, keys: Keys) -> dict[str, PlacedRows]:
-    try:
-        saved = datasets.load_from_disk(str(path))
-    except Exception as error:  # datasets raises any class for files that are damaged or without rows
-        problem = f"the folder holds no rows written by save_to_disk ({tables.reason_of(error)})"
-        raise UserError(f"`dataset.{keys.path}`: {path}", problem, "write them so, or name a file") from error
-    if isinstance(saved, datasets.Dataset):
-        return {_ANY_SPLIT: PlacedRows(saved, numbered(path))}
-    return {split: PlacedRows(table, numbered(f"{path}, {split}")) for split, table in saved.items()}
 
 
 # The hub

@@ -209,13 +209,13 @@ def read_batches(path: Path, columns: Mapping[str, Condition], fix: str = RESTOR
     """
     try:
         with open_ordinary(path) as opened, parquet.ParquetFile(opened) as file:
-            names = []
+            names, present = [], file.schema_arrow.names
             for key in columns:
                 name = key.removesuffix("?")
-                if name in file.schema_arrow.names:
+                if name in present:
                     names.append(name)
                 elif not key.endswith("?"):
-                    found = shortened(", ".join(file.schema_arrow.names)) or "none"
+                    found = shortened(", ".join(present)) if present else "none"
                     raise RunError(path, f"it has no column `{name}` (its columns: {found})", fix)
             # The types of the columns of a table without rows are checked too.
             empty = [file.read(names)] if file.metadata.num_rows == 0 else []

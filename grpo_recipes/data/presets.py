@@ -251,7 +251,7 @@ def _extracted(row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, 
 
 
 def gold_object(value: Any) -> dict[str, Any] | None:
-    """Return the object of a row, given as a mapping or as JSON, without keys that have null. None if it is not one."""
+    """Return the object in a mapping or JSON text, without keys that have null, or None for any other value."""
     try:
         read = parse_json(value if isinstance(value, str) else json.dumps(value))
     except (TypeError, ValueError, RecursionError):

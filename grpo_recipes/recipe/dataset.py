@@ -165,8 +165,9 @@ class DatasetSpec(Spec):
         pass_rate: training rows to keep by the share of right samples in an evaluation (`PassRateSpec`). Default: all
             rows.
         labels: labels of `classification`, which the prompt names. Upper and lower case are not distinguished.
-        drop_missing: true to drop the rows that have no prompt or no gold. Default: a row without a prompt is an error.
-            So is a row without a gold that the preset reads. A row whose gold only a reward reads is named.
+        drop_missing: true to drop the rows that have no prompt or no gold. Default: a row without a prompt is an error,
+            and so is a row without a gold that the preset reads. If only a reward reads the golds, the rows without one
+            are listed.
         size: number of problems in each split of `arithmetic`, `products` or `secret_number`. Default: 2,000.
         seed: random seed of these problems.
     """

@@ -1,6 +1,7 @@
 """Nested mappings of a recipe as dataclasses, and the type check that all keys share, TRL's keys included.
 
-A new key of ours is a field of `recipe.Recipe`. Its type is a `Literal`, a simple type, or a `Spec` of this module.
+A new key of ours is a field of `recipe.Recipe`. Its type is a `Literal`, a simple type, or a `Spec`. The
+`Spec` of the key `dataset` is in `dataset.py`, and the others are here.
 """
 
 from __future__ import annotations

@@ -330,9 +330,9 @@ def _obstacle(built: registry.BuiltReward, samples: int, *, is_trusted: bool) ->
     return None
 
 
-def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, files.Kind]:
+def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, files.Condition]:
     """Return the columns of `completions.parquet` for some rewards."""
-    columns: dict[str, files.Kind] = {}
+    columns: dict[str, files.Condition] = {}
     for reward in rewards:
         columns[PAY.format(reward.name)] = files.NUMBERS
         if reward.has_verdict:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from grpo_recipes.data.prompts import rendered
+from grpo_recipes.data.rendering import rendered
 from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement

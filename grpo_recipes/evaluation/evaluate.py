@@ -42,7 +42,7 @@ from grpo_recipes.evaluation.settings import DEFAULT_NEW_TOKENS, Settings, chat_
 from grpo_recipes.evaluation.summary import summarise
 from grpo_recipes.evaluation.tools import RecipeTools, ToolPolicy, tools_of
 from grpo_recipes.evaluation.vllm_engine import VLLM
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_recipes.runs import files
 from grpo_rewards.errors import UserError, one_line

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from datasets import Dataset
 
 from grpo_recipes.checks.tokenizer import ChatTemplate
-from grpo_recipes.data.prompts import rendered
+from grpo_recipes.data.rendering import rendered
 from grpo_recipes.evaluation.accuracy import MeasuredReward
 from grpo_recipes.evaluation.engines import Engine, load_engine
 from grpo_recipes.evaluation.saved_model import SavedModel

@@ -12,7 +12,7 @@ from grpo_recipes.data.load import load_prompts
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.data.sources import has_one_split, unread_notation
 from grpo_recipes.evaluation.accuracy import Tags, single_specs
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_rewards.errors import UserError
 
 DATASET_OPTIONS = ("dataset", "path", "split", "system_prompt", "prompt_format")

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from grpo_recipes.checks.tools import FACTORY, TOOLS, Toolset, check_rows, tool_methods, toolset_of, try_template
-from grpo_recipes.data.prompts import ENVIRONMENT, rendered
+from grpo_recipes.data.rendering import ENVIRONMENT, rendered
 from grpo_recipes.evaluation.accuracy import MeasuredReward
 from grpo_recipes.evaluation.policy import Completions, ModelPolicy
 from grpo_recipes.evaluation.settings import Settings

@@ -29,7 +29,7 @@ CHECKS = """
 import sys
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.recipe.recipe import parse_recipe
-from grpo_recipes.train import prepare
+from grpo_recipes.run.prepare import prepare
 prepare(parse_recipe(sys.argv[1:]), Machine.here())
 """
 

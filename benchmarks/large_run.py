@@ -118,7 +118,7 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
     from trl import GRPOConfig
 
     from grpo_recipes import GRPOTrainer
-    from grpo_recipes.process.live_line import LiveLog
+    from grpo_recipes.run.live_line import LiveLog
     from grpo_recipes.runs.files import LIVE
 
     words = [f"w{number}" for number in range(64)]

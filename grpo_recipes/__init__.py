@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_recipes.evaluation.evaluate import evaluate_model
     from grpo_recipes.recipe.recipe import Recipe
+    from grpo_recipes.run.train import run_recipe
     from grpo_recipes.tools import ToolError
-    from grpo_recipes.train import run_recipe
     from grpo_recipes.training.reference import set_reference
     from grpo_recipes.training.trainer import GRPOTrainer
 
@@ -25,7 +25,7 @@ _MODULES = {
     "Recipe": "grpo_recipes.recipe.recipe",
     "ToolError": "grpo_recipes.tools",
     "evaluate_model": "grpo_recipes.evaluation.evaluate",
-    "run_recipe": "grpo_recipes.train",
+    "run_recipe": "grpo_recipes.run.train",
     "set_reference": "grpo_recipes.training.reference",
 }
 

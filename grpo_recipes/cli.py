@@ -208,7 +208,7 @@ def preview_recipe(options: argparse.Namespace) -> int:
         UserError: the recipe can't run as written.
         RunFault: the policy or a reward failed on the sample.
     """
-    from grpo_recipes.preview import preview
+    from grpo_recipes.run.preview import preview
 
     arguments = ["--config", options.recipe, *options.overrides]
     with redirect_stdout(sys.stderr):  # messages of the preparation
@@ -237,9 +237,9 @@ def train_recipe(options: argparse.Namespace) -> int:
         UserError: the recipe can't run as written. No process was started.
     """
     try:
-        from grpo_recipes.checks.checks import Machine, check_launch, choose_layout
-        from grpo_recipes.process.launcher import launch
+        from grpo_recipes.checks.checks import Machine, check_launch
         from grpo_recipes.recipe.recipe import parse_recipe
+        from grpo_recipes.run.launcher import choose_layout, launch
         from grpo_recipes.runs.resume import newest_checkpoint
 
         arguments = ["--config", options.recipe, *options.overrides]

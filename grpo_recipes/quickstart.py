@@ -31,8 +31,8 @@ from datasets import Dataset, disable_progress_bars
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from grpo_recipes import cli, train
 from grpo_recipes.data.arithmetic import made_problems
+from grpo_recipes import cli
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import final_answer
 from grpo_recipes.evaluation.comparison import compare
@@ -40,6 +40,7 @@ from grpo_recipes.evaluation.summary import describe_comparison
 from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
+from grpo_recipes.run import train
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
 from grpo_rewards.files import give_default_mode
 from grpo_rewards.terminal import lasting_output, say, show

@@ -24,8 +24,7 @@ from grpo_recipes.checks.tools import Toolset, check_any_reward, check_rows, loa
 from grpo_recipes.data.hub import is_missing
 from grpo_recipes.data.load import check_disjoint, check_responses, recipe_prompts
 from grpo_recipes.process.faults import FAULT_FILES
-from grpo_recipes.process.launcher import Layout
-from grpo_recipes.recipe.recipe import Recipe, find_file, model_config, naming, read_yaml
+from grpo_recipes.recipe.recipe import Recipe, model_config, naming, read_yaml
 from grpo_recipes.recipe.specs import COUNT, RECORDED_REWARD, check_number, typed
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import EVALUATIONS, TEXT, check_names, read_object
@@ -78,24 +77,6 @@ class Machine:
         backend = BACKENDS.get(raw.get("distributed_type", "NO"), "torch")
         with naming(f"{accelerate_config} as an accelerate configuration"):
             return cls(typed("num_processes", raw.get("num_processes"), int), not raw.get("use_cpu", False), backend)
-
-
-def choose_layout(accelerate_config: str | None, num_processes: int | None, *, use_cpu: bool) -> Layout:
-    """Return the layout that the command line names, or one process for each GPU of this machine.
-
-    Raises:
-        UserError: The file can't be found or is not an accelerate configuration, or `num_processes` is below 1.
-    """
-    check_number("num_processes", num_processes, COUNT)
-    if accelerate_config is not None:
-        path = find_file("accelerate_configs", accelerate_config)
-        return Layout(path, num_processes or Machine.described(path).num_processes)
-    import torch
-
-    gpus = 0 if use_cpu else torch.cuda.device_count()
-    processes = num_processes or max(gpus, 1)
-    one, several = ("cpu", "ddp_cpu") if gpus == 0 else ("single_gpu", "ddp")
-    return Layout(find_file("accelerate_configs", several if processes > 1 else one), processes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from grpo_recipes.process.ranks import launched_rank
 from grpo_rewards.startup import hide_import_messages
+from grpo_rewards.terminal import say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +57,12 @@ def log_progress(line: str) -> None:
         progress.info(line)
     else:
         tqdm.write(line)
+
+
+def say_once(text: str) -> None:
+    """Print text in the first of the processes that the launcher started, and in no other."""
+    if launched_rank() == 0:
+        say(text)
 
 
 @contextmanager

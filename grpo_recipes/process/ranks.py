@@ -1,7 +1,11 @@
-"""Collective calls on plain values: every rank must make the same call, or the others wait for it."""
+"""Rank of this process, and collective calls on plain values.
+
+Every rank must make the same collective call, or the others wait for it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -11,6 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 Value = TypeVar("Value")
+
+
+def launched_rank() -> int:
+    """Return the rank that the launcher gave this process, or 0. It is known before the process group exists."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def is_distributed() -> bool:

@@ -1,6 +1,6 @@
 """Samples of the untrained policy: completions, their rewards, and what follows from them.
 
-`grpo_recipes.preview` draws the sample. What follows uses the thresholds of `diagnose`, which are rules of thumb.
+`run/preview.py` draws the sample. What follows uses the thresholds of `diagnose`, which are rules of thumb.
 """
 
 from __future__ import annotations

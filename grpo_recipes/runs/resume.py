@@ -1,4 +1,4 @@
-"""May this run resume, and from which checkpoint? `GRPOTrainer.train` and `train.py` share every answer.
+"""May this run resume, and from which checkpoint? `GRPOTrainer.train` and `run/prepare.py` share every answer.
 
 `decide` reads names, sizes, manifests and the record of the last launch. `confirmed` then compares the contents of the
 checkpoint with its manifest. `recipe_changes` and `layout_change` compare the recipes of both launches, and

@@ -59,7 +59,7 @@ class CompleteCheckpoints(TrainerCallback):
         self.identity = Identity({})
         """Data, weights, rewards and versions of this launch."""
         self.decision: Resume | None = None
-        """Confirmed decision of `train.py`, which has compared everything already, or None for a script."""
+        """Confirmed decision of `run/prepare.py`, which has compared everything already, or None for a script."""
         self.resumed_from: Path | None = None
         self.first_step: int
         """Optimizer step after which this launch began."""

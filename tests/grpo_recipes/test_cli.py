@@ -18,9 +18,9 @@ from grpo_recipes.cli import main
 from grpo_recipes.data import load as data
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.evaluation import chat, comparison, evaluate, export, merge
-from grpo_recipes.process import launcher
 from grpo_recipes.recipe.recipe import OUR_KEYS, shipped_files
 from grpo_recipes.recipe.trl_keys import DEFAULTS
+from grpo_recipes.run import launcher
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.errors import did_you_mean
 from tests.grpo_rewards.test_terminal import FullDisk

@@ -8,11 +8,12 @@ import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_recipes import cli, quickstart, train
+from grpo_recipes import cli, quickstart
 from grpo_recipes.data.load import load
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
 from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.run import train
 from grpo_rewards import gsm8k_correctness, well_formed
 from grpo_rewards.math.answers import extract_answer
 

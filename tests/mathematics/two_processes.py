@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from trl import GRPOTrainer
 
-from grpo_recipes.train import leave
+from grpo_recipes.run.endings import leave
 from tests.mathematics.harness import edited, float64_divergence, float64_trl
 from tests.mathematics.invariance import INVARIANCE_CELLS, final_weights
 from tests.mathematics.oracle import LOSS_TYPES, Geometry, Objective

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
-from grpo_recipes.train import leave
+from grpo_recipes.run.endings import leave
 from tests.mathematics.algorithms import float64_rewards, hold, layout_of
 from tests.mathematics.harness import float64_trl
 from tests.mathematics.papers import PAPERS

@@ -18,9 +18,8 @@ PACKAGES = {"grpo_recipes": ROOT / "grpo_recipes", "grpo_rewards": ROOT / "rewar
 # From top to bottom. A folder (or a file of the top level) imports from lower lines only, never from its own line.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("quickstart",),
-    ("cli",),
-    ("preview",),
-    ("train",),
+    ("cli", "train"),
+    ("run",),
     ("reports",),
     ("plan",),
     ("evaluation", "training"),
@@ -32,6 +31,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("process",),
 )
+RUN_IMPORTS = 20
+"""Largest number of our modules that a file of `grpo_recipes/run` imports, in functions too."""
+
 REWARDS_WITH_TORCH = {"grpo_rewards.attention", "grpo_rewards.internlm2", "grpo_rewards.reward_model"}
 
 
@@ -109,6 +111,11 @@ def test_the_rewards_need_neither_the_recipes_nor_a_model_library() -> None:
     }
     assert not [module for module, library in users if library == "grpo_recipes"]
     assert {module for module, library in users if library in ("torch", "transformers")} <= REWARDS_WITH_TORCH
+
+
+def test_a_file_of_the_entry_point_imports_few_of_our_modules() -> None:
+    counts = {module: len(targets) for module, targets in graph().items() if module.startswith("grpo_recipes.run.")}
+    assert {module: count for module, count in counts.items() if count > RUN_IMPORTS} == {}
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.train import leave
+from grpo_recipes.run.endings import leave
 from grpo_recipes.training.adapters import adapter_tensors, gathered
 from grpo_recipes.training.reference import REF
 from tests.support.short_runs import arguments, load, moved, trainer

@@ -5,10 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes import train
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.run import build
 
 
-class Counting(train.GRPOTrainer):
+class Counting(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
         held = sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in self.model.parameters())
@@ -18,5 +19,5 @@ class Counting(train.GRPOTrainer):
 
 
 if __name__ == "__main__":
-    train.GRPOTrainer = Counting  # type: ignore[misc]
+    build.GRPOTrainer = Counting  # type: ignore[misc]
     train.leave(train.main())

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationMixin
 
 from grpo_recipes.process.faults import NotThePolicy
-from grpo_recipes.train import leave
+from grpo_recipes.run.endings import leave
 from tests.support.architectures import adapter, trainer
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from grpo_recipes import train
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.run import build
 
 
-class Reading(train.GRPOTrainer):
+class Reading(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
         seen = {
@@ -47,5 +48,5 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    train.GRPOTrainer = Reading  # type: ignore[misc]
+    build.GRPOTrainer = Reading  # type: ignore[misc]
     train.leave(train.main())

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.train import leave
+from grpo_recipes.run.endings import leave
 from tests.support.recorded import Recording, make_trainer, model
 from tests.tools import models
 

@@ -17,7 +17,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.generation import vllm_generation
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.train import leave
+from grpo_recipes.run.endings import leave
 from tests.support.tool_rollouts import GROUP, SCRIPTS, Script, next_turns, tool_tokenizer, tool_trainer
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_recipes.train import leave
+from grpo_recipes.run.endings import leave
 from tests.support.architectures import adapter, trainer
 from tests.support.recorded import WORDS
 

@@ -16,6 +16,7 @@ import transformers.utils
 from grpo_recipes.checks import checks
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.recipe.recipe import Recipe, RecipeError
+from grpo_recipes.run.launcher import choose_layout
 from tests.support.errors import refused
 from tests.support.recipes import read_recipe
 
@@ -65,7 +66,7 @@ def test_a_layout_has_at_least_one_process() -> None:
         Machine(0, bf16=False)
     for number in (0, -1):
         with refused("`num_processes`", number):
-            checks.choose_layout(None, number, use_cpu=True)
+            choose_layout(None, number, use_cpu=True)
     for text, figures in (("use_cpu: true\n", []), ("num_processes: 0\n", ["`num_processes`", "0"])):
         write("layout.yaml", text)
         with refused("", "layout.yaml", *figures, by=RecipeError):
@@ -73,7 +74,7 @@ def test_a_layout_has_at_least_one_process() -> None:
     write("layout.yaml", "num_processes: 3\n")
     assert Machine.described(Path("layout.yaml")) == Machine(3, bf16=True)
     with refused("", by=RecipeError):
-        checks.choose_layout("", None, use_cpu=True)
+        choose_layout("", None, use_cpu=True)
 
 
 # Every check

@@ -17,7 +17,6 @@ from grpo_recipes.checks.checks import (
     check,
     check_early_stopping,
     check_machine,
-    choose_layout,
     grpo_config,
     optimizer_name,
     precision_of,
@@ -218,23 +217,6 @@ def test_early_stopping_needs_evaluations_and_a_metric(tmp_path: Path) -> None:
         others = {key: value for key, value in keys.items() if key != missing}
         with refused("`early_stopping_patience`", f"`{missing}", by=RecipeError):
             check_early_stopping(recipe(tmp_path, early_stopping_patience=2, **others))
-
-
-def test_a_launch_takes_every_gpu_unless_it_names_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus, use_cpu, asked, layout in (
-        (0, False, None, ("cpu", 1)),
-        (0, False, 2, ("ddp_cpu", 2)),
-        (1, False, None, ("single_gpu", 1)),
-        (4, False, None, ("ddp", 4)),
-        (4, False, 1, ("single_gpu", 1)),
-        (4, False, 2, ("ddp", 2)),
-        (4, True, None, ("cpu", 1)),
-    ):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        found = choose_layout(None, asked, use_cpu=use_cpu)
-        assert (found.config.stem, found.num_processes) == layout
-        named = choose_layout("zero3", asked, use_cpu=use_cpu)
-        assert (named.config.stem, named.num_processes) == ("zero3", asked or 8)
 
 
 def test_the_machine_of_a_process_is_the_whole_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

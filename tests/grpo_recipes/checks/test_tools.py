@@ -27,6 +27,8 @@ from grpo_recipes.checks.tools import (
 )
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import ToolLimits
+from grpo_recipes.run.build import build_trainer
+from grpo_recipes.run.prepare import prepare
 from grpo_recipes.tools.examples import calculator
 from grpo_rewards.registry import build_rewards
 from tests.support.bad_input import ROWS_JSONL, Case
@@ -276,7 +278,7 @@ def test_the_trainer_has_the_limits_of_its_recipe(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = recipe_with(tool_model, "--tool_limits={result_tokens: 9}", "--per_device_train_batch_size=4")
-    made = train.build_trainer(train.prepare(recipe, Machine(1, False)))
+    made = build_trainer(prepare(recipe, Machine(1, False)))
     assert made._tool_turns.limits == ToolLimits(result_tokens=9)
 
 

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 from benchmarks import large_run
-from grpo_recipes import train
 from grpo_recipes.reports import diagnostics
 from grpo_recipes.reports import run as run_module
 from grpo_recipes.reports.charts import envelope
 from grpo_recipes.reports.run import OutOfTime, Run, Series
+from grpo_recipes.run import describe
 from tests.support.growth import FACTOR, growth
 from tests.support.synthetic import healthy_completions, ramp, write_run
 
@@ -64,11 +64,11 @@ def test_completions_of_too_many_steps_are_sampled_evenly_and_reported(
 
 def test_a_diagnosis_that_takes_too_long_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", {"frac_reward_zero_std": ramp(0.9, 0.9)})
-    assert "- 90%" in train.diagnosis(folder)
+    assert "- 90%" in describe.diagnosis(folder)
     late = Run.read(folder, within=-1)
     for work in (diagnostics.diagnose, lambda run: run.rows):
         with pytest.raises(OutOfTime):
             work(late)
-    monkeypatch.setattr(train, "DIAGNOSIS_SECONDS", -1.0)
-    assert train.diagnosis(folder).count(str(folder)) == 1
-    assert "90%" not in train.diagnosis(folder)
+    monkeypatch.setattr(describe, "DIAGNOSIS_SECONDS", -1.0)
+    assert describe.diagnosis(folder).count(str(folder)) == 1
+    assert "90%" not in describe.diagnosis(folder)

@@ -83,7 +83,7 @@ def test_a_script_resumes_from_the_newest_undamaged_checkpoint(
     with refused("checkpoint-11", by=RunError):
         checkpoints.resumption(str(third))
     assert checkpoints.resumed_from is None
-    checkpoints.decision = Resume(tmp_path, 1, third, [third])  # `train.py` has confirmed it: it is not read again
+    checkpoints.decision = Resume(tmp_path, 1, third, [third])  # confirmed by `run/prepare.py`: it is not read again
     assert checkpoints.resumption(str(third)) == str(third)
     checkpoints.decision = None
     (third / "model.safetensors").unlink()

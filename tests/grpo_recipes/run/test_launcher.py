@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,9 @@ import pytest
 import torch
 
 from grpo_recipes import cli
-from grpo_recipes.checks.checks import choose_layout
-from grpo_recipes.process import faults, launcher
-from grpo_recipes.process.launcher import Layout
 from grpo_recipes.recipe.recipe import RecipeError, find_file
+from grpo_recipes.run import endings, launcher
+from grpo_recipes.run.launcher import ProcessLayout, choose_layout
 from tests.support import launching
 from tests.support.errors import refused
 
@@ -53,12 +53,15 @@ def test_a_mistake_is_reported_before_a_process_starts(capsys: pytest.CaptureFix
     ("gpus", "use_cpu", "config", "count", "chosen"),
     [
         (0, False, None, None, ("cpu", 1)),
+        (0, False, None, 2, ("ddp_cpu", 2)),
         (1, False, None, None, ("single_gpu", 1)),
         (4, False, None, None, ("ddp", 4)),
+        (4, False, None, 1, ("single_gpu", 1)),
         (4, True, None, None, ("cpu", 1)),
         (0, True, None, 2, ("ddp_cpu", 2)),
         (4, False, None, 2, ("ddp", 2)),
         (4, False, "zero3", None, ("zero3", 8)),
+        (0, True, "zero3", None, ("zero3", 8)),
         (4, False, "zero3", 4, ("zero3", 4)),
     ],
 )
@@ -74,7 +77,9 @@ def test_accelerate_parses_the_command() -> None:
     """`accelerate`'s own parser reads the layout, and leaves our arguments to training."""
     from accelerate.commands.launch import launch_command_parser
 
-    command = Layout(find_file("accelerate_configs", "ddp_cpu"), 2).command(["--config", "r.yaml", "--max_steps", "3"])
+    command = ProcessLayout(find_file("accelerate_configs", "ddp_cpu"), 2).command(
+        ["--config", "r.yaml", "--max_steps", "3"]
+    )
     assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
     options = launch_command_parser().parse_args(command[3:])
     assert (options.num_processes, options.main_process_port, options.module) == (2, 0, True)
@@ -209,8 +214,12 @@ def test_a_signal_before_the_training_processes_exist_kills_the_launcher() -> No
 def test_two_signals_are_passed_on_and_the_third_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first asks for a checkpoint and the second for an end without one."""
     got: list[tuple[str, int]] = []
-    trainers = [SimpleNamespace(send_signal=lambda number, rank=rank: got.append((rank, number))) for rank in "01"]
-    monkeypatch.setattr(launcher, "_training_processes", lambda pid: trainers)
+    trainers = []
+    for rank in "01":
+        send = partial(lambda rank, number: got.append((rank, number)), rank)
+        trainers.append(SimpleNamespace(send_signal=send, cmdline=lambda: ["python", "-m", launcher.MODULE]))
+    started = [SimpleNamespace(cmdline=lambda: ["tracker"]), *trainers]
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(children=lambda: started if pid == 7 else []))
     monkeypatch.setattr(os, "killpg", lambda group, number: got.append((f"group {group}", number)))
     with launcher._passing_signals_to(SimpleNamespace(pid=7)) as received:
         for _ in range(3):
@@ -260,12 +269,12 @@ def test_a_launch_ends_with_the_line_and_the_code_of_its_processes(
         commands.append(command)
         if left is not None:
             with monkeypatch.context() as patch:
-                patch.setenv(faults.LAST_LINE_VARIABLE, environment[faults.LAST_LINE_VARIABLE])
-                assert faults.print_last_line(*left) == left[1]
+                patch.setenv(endings.LAST_LINE_VARIABLE, environment[endings.LAST_LINE_VARIABLE])
+                assert endings.print_last_line(*left) == left[1]
         return ended
 
     monkeypatch.setattr(launcher, "_run", run)
-    layout = Layout(find_file("accelerate_configs", "cpu"), 1)
+    layout = ProcessLayout(find_file("accelerate_configs", "cpu"), 1)
     assert launcher.launch(layout, ["--config", "r.yaml"], lambda: "resume like this") == code
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 0 if line is None else 1)
@@ -284,6 +293,6 @@ def test_runs_on_one_machine_choose_a_free_port(
     """Several machines meet at the port of their configuration."""
     file = tmp_path / "own.yaml"
     file.write_text(f"num_processes: {processes}\n" + (f"num_machines: {machines}\n" if machines else ""))
-    command = Layout(file, processes).command([])
+    command = ProcessLayout(file, processes).command([])
     assert command[command.index("--num_processes") + 1] == str(processes)
     assert ("--main_process_port" in command) == has_port

@@ -13,13 +13,15 @@ import torch
 from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes import GRPOTrainer, preview, train
+from grpo_recipes import GRPOTrainer
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.cli import main
 from grpo_recipes.data.load import load
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.recipe.specs import SamplingSpec
+from grpo_recipes.run import preview, train
+from grpo_recipes.run.inputs import build_inputs
 from grpo_rewards import gsm8k_correctness, well_formed
 from grpo_rewards.errors import UserError
 from tests.support import launching, tiny
@@ -107,13 +109,13 @@ def test_preview_and_train_name_prefilled_for_a_chat_template_that_opens_the_thi
     with (model / "chat_template.jinja").open("a", encoding="utf-8") as file:
         file.write("{% if add_generation_prompt and enable_thinking is not false %}{{ '<think>\\n' }}{% endif %}")
     arguments = ["quickstart", "--model_name_or_path", str(model), *SHORT]
-    checked, _, _ = train.build_inputs(parse_recipe(["--config", *arguments]), Machine.here())
-    (note,) = checked.prompt_notes
+    inputs = build_inputs(parse_recipe(["--config", *arguments]), Machine.here())
+    (note,) = inputs.checked.prompt_notes
     for figure in ("`<think>`", "`prefilled: think`", "gsm8k_correctness", "well_formed"):
         assert figure in note
     assert previewed(capsys, *arguments, "--prompts", "1")["findings"].count(note) == 1
     quiet = parse_recipe(["--config", *arguments, "--chat_template_kwargs.enable_thinking", "false"])
-    assert train.build_inputs(quiet, Machine.here())[0].prompt_notes == []
+    assert build_inputs(quiet, Machine.here()).checked.prompt_notes == []
 
 
 @pytest.mark.slow

@@ -20,17 +20,18 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from grpo_recipes import train
-from grpo_recipes.checks import checks
-from grpo_recipes.checks.checks import Checked, Machine, choose_layout
+from grpo_recipes.checks.checks import Machine, check_model_exists, check_packages, dry_config
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.generation.models import method_replaced
 from grpo_recipes.process.faults import RunFault, no_exit
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from grpo_recipes.reports.preview import Preview
 from grpo_recipes.reports.transcript import transcript
+from grpo_recipes.run.build import bare_trainer
+from grpo_recipes.run.endings import known_secrets
+from grpo_recipes.run.inputs import Inputs, build_inputs, load_reward_models, training_arguments
+from grpo_recipes.run.launcher import choose_layout
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_recipes.training.trl_patches import are_truncated
 from grpo_rewards.completions import completion_text
@@ -40,8 +41,15 @@ from grpo_rewards.redaction import scrubbed
 from grpo_rewards.terminal import say
 
 REMOVED_KEYS = (
-    *("deepspeed", "fsdp", "fsdp_config", "generation_batch_size", "resume_from_checkpoint", "push_to_hub"),
-    *("log_completions_hub_repo", "load_best_model_at_end", "eval_on_start"),
+    "deepspeed",
+    "fsdp",
+    "fsdp_config",
+    "generation_batch_size",
+    "resume_from_checkpoint",
+    "push_to_hub",
+    "log_completions_hub_repo",
+    "load_best_model_at_end",
+    "eval_on_start",
 )
 """Keys of training that concern several processes, evaluations, or what a run writes."""
 
@@ -53,9 +61,10 @@ SET_KEYS = {
     "report_to": "none",
     "disable_tqdm": True,
 }
+"""Keys that shorten the training to one step, without evaluations, checkpoints and trackers."""
 
 
-class Sampled(Exception):
+class EnoughSampled(Exception):
     """End of a preview's training before its first update: enough completions are sampled and scored."""
 
 
@@ -74,17 +83,18 @@ def preview(arguments: Sequence[str], *, prompts: int, options: Sequence[str] = 
     if prompts < 1:
         raise UserError("--prompts", f"it is {prompts}", "set it to at least 1")
     recipe = parse_recipe(arguments, options)
-    checked, tokenizer, machine = checked_inputs(recipe)
+    inputs = checked_inputs(recipe)
+    checked = inputs.checked
     listeners = [Reasons(reward) for reward in checked.rewards]
     explained = replace(checked, rewards=[listener.explained() for listener in listeners], eval_dataset=None)
     together = max(1, min(prompts, checked.geometry.completions_per_rank // checked.geometry.num_generations))
     batches = math.ceil(prompts / together)
     with tempfile.TemporaryDirectory(prefix="grpo-preview-") as folder, _one_line_errors(recipe):
         sampling = sampling_recipe(recipe, together, batches, Path(folder))
-        training_args = train.leave_token_to_environment(checks.grpo_config(sampling))
+        training_args = training_arguments(sampling)
         # Only the first GPU is used. transformers would otherwise split a batch over all of them.
         training_args._n_gpu = min(training_args.n_gpu, 1)
-        trainer = train.bare_trainer(sampling, machine, training_args, explained, tokenizer)
+        trainer = bare_trainer(replace(inputs, recipe=sampling, checked=explained), training_args)
         watch = Watch(trainer, listeners, prompts)
         watch.run()
     rows = pd.DataFrame(watch.rows)
@@ -101,20 +111,20 @@ def preview(arguments: Sequence[str], *, prompts: int, options: Sequence[str] = 
     )
 
 
-def checked_inputs(recipe: Recipe) -> tuple[Checked, PreTrainedTokenizerBase, Machine]:
+def checked_inputs(recipe: Recipe) -> Inputs:
     """Check the recipe for the processes that `train` would start here, and load all but the policy."""
     if recipe.offline is not None:
         problem = "it trains on recorded responses, so a preview has nothing to generate"
         raise recipe.error("`offline`", problem, "read the responses instead")
     layout = choose_layout(None, None, use_cpu=recipe.config.use_cpu)
     machine = replace(Machine.here(), num_processes=layout.num_processes)
-    checks.check_packages(recipe)
+    check_packages(recipe)
     geometry_of(recipe, machine.num_processes)  # names the fix, which TRL's own message lacks
-    checks.dry_config(recipe, machine)
-    checks.check_model_exists(recipe)
-    checked, tokenizer, _ = train.build_inputs(recipe, machine)
-    train.load_reward_models(recipe, checked)
-    return checked, tokenizer, machine
+    dry_config(recipe, machine)
+    check_model_exists(recipe)
+    inputs = build_inputs(recipe, machine)
+    load_reward_models(recipe, inputs.checked)
+    return inputs
 
 
 def sampling_recipe(recipe: Recipe, together: int, batches: int, folder: Path) -> Recipe:
@@ -160,7 +170,7 @@ class Watch:
     def run(self) -> None:
         """Train until enough is recorded."""
         generate = method_replaced(self.trainer, "_generate", self.generate)
-        with generate, method_replaced(self.trainer, "_calculate_rewards", self.score), suppress(Sampled):
+        with generate, method_replaced(self.trainer, "_calculate_rewards", self.score), suppress(EnoughSampled):
             self.trainer.train()
 
     def generate(self, prompts: list[Any]) -> Any:
@@ -179,7 +189,7 @@ class Watch:
         for row, values in enumerate(scores.tolist()):
             if row % self.trainer.num_generations == 0:
                 self.prompts.append(self.trainer._tokenizer.decode(self._prompt_ids[row]))
-            made = {
+            sampled = {
                 "prompt": len(self.prompts) - 1,
                 "prompt_tokens": len(self._prompt_ids[row]),
                 "text": completion_text(completions[row]),
@@ -189,10 +199,10 @@ class Watch:
                 "said": {listener.reward.name: listener.rows[row] for listener in self.listeners},
             }
             pays = zip(self.trainer.reward_func_names, values, strict=True)
-            self.rows.append({**made, **{f"pay/{name}": value for name, value in pays}})
+            self.rows.append(sampled | {f"pay/{name}": value for name, value in pays})
         self.seconds += time.monotonic() - self._started
         if len(self.prompts) >= self.needed:
-            raise Sampled
+            raise EnoughSampled
         return scores
 
 
@@ -210,7 +220,7 @@ def _one_line_errors(recipe: Recipe) -> Iterator[None]:
             f"({shortened(one_line(error), 120)}): lower `per_device_train_batch_size` or `max_completion_length`"
         ) from error
     except Exception as error:
-        secrets = train.known_secrets(recipe)
+        secrets = known_secrets(recipe)
         say(scrubbed(traceback.format_exc(), secrets), to_stderr=True)
         sentence = scrubbed(one_line(f"{type(error).__name__}: {error}"), secrets)
         raise RunFault(f"{recipe.source}: the policy can't be sampled ({sentence})") from error

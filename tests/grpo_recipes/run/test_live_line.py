@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from grpo_recipes import cli
-from grpo_recipes.process.faults import close_progress_bars
-from grpo_recipes.process.live_line import Line, LiveLine, LiveLog
+from grpo_recipes.process.messages import progress
 from grpo_recipes.reports.run import Run
+from grpo_recipes.run.live_line import LiveLine, LiveLog, ProgressLine, close_progress_bars
 from grpo_recipes.runs.files import LIVE, RunError
 from grpo_recipes.runs.lock import only_writer
 from tests.support.errors import refused
@@ -233,17 +233,17 @@ def test_output_is_printed_above_the_line(monkeypatch: pytest.MonkeyPatch, piped
     monkeypatch.setenv("COLUMNS", "60")
     handler = logging.StreamHandler(terminal)
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    chatty = logging.getLogger("chatty")
-    chatty.setLevel(logging.INFO)
-    line = Line(replaced=[chatty])
-    chatty.info("what the line shows too")
+    progress.setLevel(logging.INFO)
+    line = ProgressLine()
+    progress.info("what the line shows too")
     line.show("step 1/2  " + "long " * 30 + "\x1b[2J")
     print("a word of the run 42")
     logging.getLogger("x").warning("a note of a library")
     line._live.refresh()
     line.close()
     assert handler.stream is terminal
-    assert chatty.level == logging.INFO
+    assert progress.level == logging.INFO
+    progress.setLevel(logging.NOTSET)
     pipe.flush()
     output = everything_shown(terminal, master)
     assert "step 1/2" in output

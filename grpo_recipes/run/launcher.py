@@ -15,19 +15,18 @@ from types import FrameType
 
 import psutil
 
-from grpo_recipes.process.faults import LAST_LINE_VARIABLE, read_last_line
+from grpo_recipes.checks.checks import Machine
 from grpo_recipes.process.signals import drop_closed_outputs, heeds_hangup
+from grpo_recipes.recipe.recipe import find_file
+from grpo_recipes.recipe.specs import COUNT, check_number
+from grpo_recipes.run.endings import LAST_LINE_VARIABLE, read_last_line
 from grpo_rewards.strict import load_yaml
 from grpo_rewards.terminal import say, visible
 
 MODULE = "grpo_recipes.train"
 
 # Signals passed on to the training processes. A closed terminal sends SIGHUP, which would end them within a step.
-SIGNALS: dict[int, signal.Signals] = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-}
+SIGNALS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 # The first signal requests a checkpoint, and the second an end without one. Whoever sends a third wants no process
 # left.
@@ -35,7 +34,7 @@ SIGNALS_BEFORE_KILL = 2
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProcessLayout:
     """Path of an accelerate configuration, and the number of processes to launch it on."""
 
     config: Path
@@ -52,11 +51,29 @@ class Layout:
         return [*launcher, "-m", MODULE, *arguments]
 
 
-def launch(layout: Layout, arguments: Sequence[str], resume_hint: Callable[[], str]) -> int:
+def choose_layout(accelerate_config: str | None, num_processes: int | None, *, use_cpu: bool) -> ProcessLayout:
+    """Return the layout that the command line names, or one process for each GPU of this machine.
+
+    Raises:
+        UserError: The file can't be found or is not an accelerate configuration, or `num_processes` is below 1.
+    """
+    check_number("num_processes", num_processes, COUNT)
+    if accelerate_config is not None:
+        path = find_file("accelerate_configs", accelerate_config)
+        return ProcessLayout(path, num_processes or Machine.described(path).num_processes)
+    import torch
+
+    gpus = 0 if use_cpu else torch.cuda.device_count()
+    processes = num_processes or max(gpus, 1)
+    one, several = ("cpu", "ddp_cpu") if gpus == 0 else ("single_gpu", "ddp")
+    return ProcessLayout(find_file("accelerate_configs", several if processes > 1 else one), processes)
+
+
+def launch(layout: ProcessLayout, arguments: Sequence[str], resume_hint: Callable[[], str]) -> int:
     """Train in the processes of `layout`, and end with one line about how the run ended.
 
     Args:
-        layout: Layout of the processes.
+        layout: ProcessLayout of the processes.
         arguments: Arguments of `python -m grpo_recipes.train`.
         resume_hint: Returns how the run can be resumed. Called only if the processes ended early and left no line.
 
@@ -68,22 +85,19 @@ def launch(layout: Layout, arguments: Sequence[str], resume_hint: Callable[[], s
         code, received = _run(layout.command(arguments), {**os.environ, LAST_LINE_VARIABLE: str(file)})
         last_line = read_last_line(file)
     drop_closed_outputs()
-    if last_line is None and code == 0:
+    if last_line is not None:
+        line, code = last_line
+    elif code == 0:
         return 0
-    line, code = last_line or _line_for_silent_processes(code, received, resume_hint())
+    elif received is not None:
+        name = "Ctrl-C" if received == signal.SIGINT else received.name
+        line, code = f"stopped by {name}: {resume_hint()}", 128 + received
+    else:
+        cause = "they were probably killed (out of memory, or by hand)"
+        line = f"error: the training processes ended with code {code} and without an error of their own; {cause}: "
+        line, code = line + resume_hint(), 1
     say(visible(line), to_stderr=True)  # it may quote a file with line breaks
     return code
-
-
-def _line_for_silent_processes(code: int, received: signal.Signals | None, resume_hint: str) -> tuple[str, int]:
-    """Return the last line and the exit code for processes that ended early and left no line."""
-    if received is not None:
-        name = "Ctrl-C" if received == signal.SIGINT else received.name
-        return f"stopped by {name}: {resume_hint}", 128 + received
-    return (
-        f"error: the training processes ended with code {code} and without an error of their own; they were probably "
-        f"killed (out of memory, or by hand): {resume_hint}"
-    ), 1
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, signal.Signals | None]:
@@ -114,9 +128,9 @@ def _passing_signals_to(launcher: subprocess.Popen) -> Iterator[list[signal.Sign
             if len(received) > SIGNALS_BEFORE_KILL:
                 os.killpg(launcher.pid, signal.SIGKILL)
                 return
-            trainers = _training_processes(launcher.pid)
+            trainers = [child for child in psutil.Process(launcher.pid).children() if MODULE in child.cmdline()]
             for trainer in trainers:
-                trainer.send_signal(SIGNALS[number])
+                trainer.send_signal(SIGNALS[received[-1]])
             if not trainers:  # the launcher has not started them yet, so there is nothing to save
                 os.killpg(launcher.pid, signal.SIGKILL)
 
@@ -127,8 +141,3 @@ def _passing_signals_to(launcher: subprocess.Popen) -> Iterator[list[signal.Sign
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _training_processes(launcher: int) -> list[psutil.Process]:
-    """Return the training processes that the launcher with this process ID has started."""
-    return [child for child in psutil.Process(launcher).children() if MODULE in child.cmdline()]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes import GRPOTrainer, train
+from grpo_recipes import GRPOTrainer
 from grpo_recipes.checks.checks import Machine
+from grpo_recipes.process.faults import RewardFault
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe, shipped_files
 from grpo_recipes.reports.run import Run
+from grpo_recipes.run import build, train
+from grpo_recipes.run.build import bare_trainer, build_trainer, load_policy
+from grpo_recipes.run.describe import describe_run, measured_precision, summary
+from grpo_recipes.run.endings import end_stopped, known_secrets
+from grpo_recipes.run.inputs import build_inputs, check_weights, load_reward_models
+from grpo_recipes.run.prepare import Prepared, identity_of, only_run, prepare
+from grpo_recipes.training.callbacks import StopOnSignal
 from tests.support import launching, recorded
 from tests.support.errors import refused
 from tests.support.exact_generation import generate_exactly
@@ -208,7 +217,7 @@ def test_a_preparation_names_the_run_and_ends_generations_as_its_geometry_does(
     more = ["--max_steps=3", "--steps_per_generation=2", "--gradient_accumulation_steps=1"]
     more += ["--save_steps=2", "--hub_token=hf_own"]
     monkeypatch.setenv("HF_TOKEN", "before")
-    made = train.prepare(parse_recipe([*resumed(short, tmp_path / "new")[:3], *more]), Machine.here())
+    made = prepare(parse_recipe([*resumed(short, tmp_path / "new")[:3], *more]), Machine.here())
     assert os.environ["HF_TOKEN"] == "hf_own", "the hub's client reads it there"
     assert made.training_args.hub_token is None
     assert made.training_args.run_name == "new", "trackers show it"
@@ -219,29 +228,29 @@ def test_a_preparation_names_the_run_and_ends_generations_as_its_geometry_does(
 
 def test_a_resumed_trainer_goes_on_with_the_schedule(short: Path, run: Path) -> None:
     recipe = parse_recipe(resumed(short, run, "--disable_tqdm=true", "--max_steps=3"))
-    with train.only_run(train.prepare(recipe, Machine.here())) as prepared:
-        trainer = train.build_trainer(prepared)
+    with only_run(prepare(recipe, Machine.here())) as prepared:
+        trainer = build_trainer(prepared)
         names = {type(one).__name__ for one in trainer.callback_handler.callbacks}
         assert "ContinueSchedule" in names
         assert "LiveLine" not in names
         assert prepared.steps_before == 2
         assert prepared.held is trainer.checkpoints.held is not None
-        assert train.measured_precision(prepared, trainer)[1] == 1.0
+        assert measured_precision(prepared, trainer)[1] == 1.0
 
 
 def test_an_update_that_rounding_loses_is_noted(short: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     more = ["--dtype=bfloat16", "--bf16=true", "--learning_rate=1e-7", "--optim=adamw_torch"]
     recipe = parse_recipe(resumed(short, tmp_path / "new", *more))
-    prepared = train.prepare(recipe, Machine(1, bf16=True))
-    trainer = train.build_trainer(prepared)
-    precision, surviving = train.measured_precision(prepared, trainer)
+    prepared = prepare(recipe, Machine(1, bf16=True))
+    trainer = build_trainer(prepared)
+    precision, surviving = measured_precision(prepared, trainer)
     assert precision.updated == "bfloat16"
     assert surviving is not None
     assert surviving < 0.5
-    train.describe_run(prepared, trainer)
+    describe_run(prepared, trainer)
     assert "note" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")  # FSDP may have loaded the weights on the first rank only
-    assert train.measured_precision(prepared, trainer)[1] == 1.0
+    assert measured_precision(prepared, trainer)[1] == 1.0
 
 
 # Recipes that are refused, before the policy is loaded
@@ -254,7 +263,7 @@ def test_a_refused_recipe_leaves_nothing_and_prints_one_line(
     tokenizer = recorded.tokenizer()
     tokenizer.chat_template = "{{ messages[-1].content }}"
     tokenizer.save_pretrained(words)
-    monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(build, "load_policy", lambda *_: pytest.fail("the model is loaded"))
     output = tmp_path / "run"
     for model, more, figure in (
         (tiny_model, "--num_generations=7", "num_generations"),
@@ -307,42 +316,42 @@ def test_missing_or_damaged_weights_are_refused_before_a_model_is_loaded(
         ("reference.adapter", folders["empty"], "`reference.adapter`", "empty"),
     ):
         with refused(place, figure, by=RecipeError):
-            train.check_weights(recipe(f"--{key}={value}"))
+            check_weights(recipe(f"--{key}={value}"))
     for name in (short.parent / "policy", adapter, "a/name-of-the-hub"):
-        train.check_weights(recipe(f"--model_name_or_path={name}"))
+        check_weights(recipe(f"--model_name_or_path={name}"))
 
 
 def test_reward_models_are_loaded_before_the_policy(recipe: Callable[..., Recipe], tmp_path: Path, capsys) -> None:
     save_reward_model(tmp_path / "judge")
     spec = f"[{{name: reward_model, kwargs: {{model: {tmp_path / 'judge'}, device: cpu}}}}]"
-    checked, _, _ = train.build_inputs(recipe("--rewards", spec), Machine.here())
-    train.load_reward_models(recipe(), checked)
+    checked = build_inputs(recipe("--rewards", spec), Machine.here()).checked
+    load_reward_models(recipe(), checked)
     assert str(tmp_path / "judge") in capsys.readouterr().out
     weights = tmp_path / "judge" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
     with refused("`rewards`", "model.safetensors", by=RecipeError):
-        train.load_reward_models(recipe(), checked)
+        load_reward_models(recipe(), checked)
 
 
 def test_an_adapter_is_continued_and_never_stacked(recipe: Callable[..., Recipe], adapter: Path, short: Path) -> None:
     args = GRPOConfig(use_cpu=True, bf16=False, report_to="none")
     policy = short.parent / "policy"
-    assert train.load_policy(recipe(), args) == str(policy)
-    loaded = train.load_policy(recipe(f"--model_name_or_path={adapter}"), args)
+    assert load_policy(recipe(), args) == str(policy)
+    loaded = load_policy(recipe(f"--model_name_or_path={adapter}"), args)
     assert isinstance(loaded, PeftModel)
     assert any(parameter.requires_grad for name, parameter in loaded.named_parameters() if "lora_" in name)
     with refused("`use_peft`"):
-        train.load_policy(recipe(f"--model_name_or_path={adapter}", "--use_peft=true"), args)
+        load_policy(recipe(f"--model_name_or_path={adapter}", "--use_peft=true"), args)
 
 
 def test_an_identity_has_every_model_that_is_loaded(recipe: Callable[..., Recipe], adapter: Path, short: Path) -> None:
     own = recipe(f"--model_name_or_path={adapter}", f"--reference.adapter={adapter}")
-    checked, _, _ = train.build_inputs(own, Machine.here())
-    identity = train.identity_of(own, checked)
+    checked = build_inputs(own, Machine.here()).checked
+    identity = identity_of(own, checked)
     places = {"policy": str(adapter), "base": str(short.parent / "policy"), "reference": str(adapter)}
     assert identity.places == places
     assert identity.content["weights"].keys() == places.keys()
-    assert train.identity_of(recipe(), checked).places == {"policy": places["base"]}
+    assert identity_of(recipe(), checked).places == {"policy": places["base"]}
 
 
 @pytest.mark.parametrize("overlong", ["drop", "cut_left"])
@@ -350,14 +359,14 @@ def test_prompts_over_the_limit_are_counted(
     overlong: str, recipe: Callable[..., Recipe], short: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(short.parent / "policy")
-    unlimited, _, _ = train.build_inputs(recipe("--dataset.eval_share=0.3", "--eval_strategy=steps"), Machine.here())
+    whole = recipe("--dataset.eval_share=0.3", "--eval_strategy=steps")
+    unlimited = build_inputs(whole, Machine.here()).checked
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in unlimited.train_dataset["prompt"]]
     limit = min(lengths)
     more = [f"--dataset.max_prompt_tokens={limit}", f"--dataset.overlong_prompts={overlong}"]
     capsys.readouterr()
-    checked, _, _ = train.build_inputs(
-        recipe("--dataset.eval_share=0.3", "--eval_strategy=steps", *more), Machine.here()
-    )
+    cut = recipe("--dataset.eval_share=0.3", "--eval_strategy=steps", *more)
+    checked = build_inputs(cut, Machine.here()).checked
     over = sum(length > limit for length in lengths)
     assert f"{over} of {len(lengths)} prompts over {limit} tokens" in capsys.readouterr().out
     assert len(checked.train_dataset) == len(lengths) - (over if overlong == "drop" else 0)
@@ -378,32 +387,33 @@ class RecordingTrainer:
 def test_a_trainer_is_given_every_key_of_its_recipe(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "GRPOTrainer", RecordingTrainer)
+    monkeypatch.setattr(build, "GRPOTrainer", RecordingTrainer)
     own = recipe(
         *("--rewards", "[{name: tests.support.launching.variety, weight: 0.5}]", "--optim=adamw_bf16"),
         *("--kl_estimator=full", "--beta=0.1", "--micro_batching=off", "--generation=off", "--generation_check=false"),
         *("--dataset.eval_share=0.3", "--eval_strategy=steps", "--use_peft=true", "--lora_r=3"),
         "--sampling.floor=0.5",
     )
-    machine = Machine.here()
-    checked, tokenizer, _ = train.build_inputs(own, machine)
+    inputs = build_inputs(own, Machine.here())
+    checked = inputs.checked
     args = GRPOConfig(use_cpu=True, bf16=False, report_to="none")
-    made: Any = train.bare_trainer(own, machine, args, checked, tokenizer)
+    made: Any = bare_trainer(inputs, args)
     keys = ("tool_limits", "kl_estimator", "micro_batching", "generation", "sampling", "advantages", "reference")
     assert {key: made.given[key] for key in keys} == {key: getattr(own, key) for key in keys}
     assert made.given["generation_check"] is own.generation_check is False
     assert args.reward_weights == [0.5]
     assert made.given["eval_dataset"] is checked.eval_dataset is not None
     assert made.given["train_dataset"] is checked.train_dataset
-    assert made.given["processing_class"] is tokenizer
+    assert made.given["processing_class"] is inputs.tokenizer
     assert made.given["peft_config"].r == 3
     assert made.given["optimizer_cls_and_kwargs"] is not None
     unused = ("quantization_config", "tools", "environment_factory", "rollout_func")
     assert [key for key in unused if made.given[key] is not None] == []
     assert made.reward_funcs[1].__name__ == "Game"
-    with pytest.raises(train.faults.RewardFault):  # the rewards of environments are checked too
+    with pytest.raises(RewardFault):  # the rewards of environments are checked too
         made.reward_funcs[1](prompts=["a"], completions=["b"])
-    plain = train.bare_trainer(recipe(), machine, args, checked, tokenizer, rollout=object())  # type: ignore[arg-type]
+    recorded_inputs = replace(inputs, recipe=recipe(), rollout=object())  # type: ignore[arg-type]
+    plain = bare_trainer(recorded_inputs, args)
     assert plain.given["optimizer_cls_and_kwargs"] is None  # type: ignore[attr-defined]
     assert plain.given["train_dataset"].column_names == ["prompt"], "recorded responses"  # type: ignore[attr-defined]
 
@@ -460,7 +470,7 @@ def test_ctrl_c_before_training_prints_one_line_and_leaves_no_run(
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "load_policy", interrupted)
+    monkeypatch.setattr(build, "load_policy", interrupted)
     assert train.main(resumed(short, tmp_path / "run")[:3]) == 130
     said = capsys.readouterr().err
     assert said.startswith("stopped by Ctrl-C: ")
@@ -472,7 +482,7 @@ def test_ctrl_c_before_training_prints_one_line_and_leaves_no_run(
 def test_a_stop_is_told_by_the_first_rank_with_the_way_to_resume(
     recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, unset = recipe(), dict.fromkeys(train.Prepared.__dataclass_fields__)
+    own, unset = recipe(), dict.fromkeys(Prepared.__dataclass_fields__)
     own.output_dir.mkdir()
     trainer: Any = SimpleNamespace(
         accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
@@ -487,10 +497,10 @@ def test_a_stop_is_told_by_the_first_rank_with_the_way_to_resume(
     ):
         monkeypatch.setenv("RANK", rank)
         args = GRPOConfig(use_cpu=True, bf16=False, report_to="none", save_only_model=only_model)
-        interruption = train.StopOnSignal(lambda step: True)
+        interruption = StopOnSignal(lambda step: True)
         interruption.requested = number
         parts = {"recipe": own, "training_args": args, "interruption": interruption}
-        assert train._end_stopped_run(train.Prepared(**{**unset, **parts}), trainer) == code
+        assert end_stopped(Prepared(**{**unset, **parts}), trainer) == code
         said = capsys.readouterr().err
         if rank == "1":
             assert said == ""
@@ -507,7 +517,7 @@ def test_a_failed_start_recommends_no_resume(
     def refuses(*args: Any) -> None:
         raise ValueError("this combination is not supported")
 
-    monkeypatch.setattr(train, "load_policy", refuses)
+    monkeypatch.setattr(build, "load_policy", refuses)
     assert train.main(resumed(short, tmp_path / "new")[:3]) == 1
     assert last_line(capsys) == "error: ValueError: this combination is not supported"
     assert train.main(resumed(short, run, "--max_steps=4")) == 1
@@ -532,7 +542,7 @@ def test_a_failure_after_the_save_is_a_warning(
         raise ConnectionError("the hub\ndid not answer hunter2-and-more")
 
     monkeypatch.setenv("MY_API_KEY", "hunter2-and-more")
-    monkeypatch.setattr(train, "write_model_card", fails)
+    monkeypatch.setattr(build, "write_model_card", fails)
     (run / "trainer_state.json").unlink()
     assert train.main(resumed(short, run)) == 0
     said = capsys.readouterr()
@@ -549,11 +559,11 @@ def test_the_summary_of_a_run_has_its_first_and_last_reward() -> None:
     history = [{"loss": 1.0}, *({"reward": reward} for reward in (0.1, None, 0.5, 1.23456))]
     state = SimpleNamespace(log_history=history, global_step=7)
     trainer: Any = SimpleNamespace(state=state, model=SimpleNamespace(), args=SimpleNamespace(output_dir="out"))
-    said = train.summary(trainer, 61.6)
+    said = summary(trainer, 61.6)
     for figure in ("7 optimizer steps", "62 s", "model", "out", "0.100 -> 1.235"):
         assert figure in said
     trainer.model.peft_config, history[1:] = {}, []
-    assert "adapter" in train.summary(trainer, 0.4)
+    assert "adapter" in summary(trainer, 0.4)
 
 
 def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
@@ -564,7 +574,7 @@ def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
     monkeypatch.setenv("OLDPWD", "/a/folder/of/the/user")
     monkeypatch.setenv("PWD", "/another/folder")
     monkeypatch.setenv("DB_PWD", "of-a-database")
-    known = train.known_secrets(recipe("--hub_token=hf_own_token"))
+    known = known_secrets(recipe("--hub_token=hf_own_token"))
     assert {"hunter2-and-more", "hf_own_token", "of-a-database"} <= known
     assert not {"/a/folder/of/the/user", "/another/folder"} & known
 
@@ -648,7 +658,7 @@ def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
             seen.append(RateOfEachStep())
             self.add_callback(seen[-1])
 
-    monkeypatch.setattr(train, "GRPOTrainer", Watched)
+    monkeypatch.setattr(build, "GRPOTrainer", Watched)
     more = ["--lr_scheduler_type=cosine", "--warmup_steps=1", "--report_to=none"]
     assert train.main([*resumed(short, tmp_path / "planned", *more)[:3], *more, "--max_steps=6"]) == 0
     assert train.main([*resumed(short, tmp_path / "longer")[:3], *more, "--max_steps=4"]) == 0

@@ -14,14 +14,18 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 from transformers import TrainerCallback, TrainerState
 
+from grpo_recipes.process.messages import progress
 from grpo_rewards.files import replacing
 from grpo_rewards.terminal import say, visible
 
@@ -49,9 +53,7 @@ class LiveLog(TrainerCallback):
         except (OSError, TypeError, ValueError) as error:
             self._give_up(error)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write an entry."""
         self._write({**(logs or {}), "step": state.global_step})
 
@@ -79,19 +81,12 @@ class LiveLog(TrainerCallback):
 class LiveLine(TrainerCallback):
     """Progress of the training in one line, in place of transformers' bar and dictionaries.
 
-    A terminal shows the line at its foot, and the loggers in `replaced` are limited to warnings meanwhile, because the
-    line shows what they log. Elsewhere the line is printed at most once a minute, so that a log shows progress.
+    Without a terminal, the line is printed at most once a minute, so that a log shows progress.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
-        replaced: Sequence[logging.Logger] = (),
-    ) -> None:
+    def __init__(self, rewards: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self.rewards = rewards
-        self.training_bar: Line | None = None  # transformers' name for it, by which a failed run closes it
-        self._replaced = replaced
+        self.training_bar: ProgressLine | None = None  # transformers' name for it, by which a failed run closes it
         self._clock = clock
         self._logged: dict[str, float] = {}
         self._tokens_per_second: float | None = None
@@ -103,24 +98,24 @@ class LiveLine(TrainerCallback):
         """Start the line."""
         if state.is_world_process_zero:
             self._start_time, self._start_step = self._clock(), state.global_step
-            self.training_bar = Line(self._clock, self._replaced)
+            self.training_bar = ProgressLine(self._clock)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Show the new step."""
         if self.training_bar is not None:
             self.training_bar.show(self.text(state.global_step, state.max_steps))
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show what is logged, and print it where there is no terminal."""
         if self.training_bar is None:
             return
-        for key, value in (logs or {}).items():
-            if isinstance(value, (int, float)):
-                self._logged[key] = float(value)
-        if logs and "num_tokens" in logs:
-            self._measure_speed(logs["num_tokens"])
+        numbers = {key: float(value) for key, value in (logs or {}).items() if isinstance(value, (int, float))}
+        self._logged |= numbers
+        if "num_tokens" in numbers:
+            now, tokens = self._clock(), numbers["num_tokens"]
+            if self._last_tokens is not None and now > self._last_tokens[0]:
+                self._tokens_per_second = (tokens - self._last_tokens[1]) / (now - self._last_tokens[0])
+            self._last_tokens = now, tokens
         self.training_bar.show(self.text(state.global_step, state.max_steps), prints=True)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -134,7 +129,10 @@ class LiveLine(TrainerCallback):
         logged = self._logged
         parts = [f"step {step:,}/{steps:,}"]
         if "reward" in logged:
-            parts.append(f"reward {logged['reward']:.3g}{self._reward_parts()}")
+            means = {name: logged.get(f"rewards/{name}/mean") for name in self.rewards}
+            shown = [f"{name} {mean:.3g}" for name, mean in means.items() if mean is not None]
+            several = f" ({', '.join(shown)})" if shown and len(self.rewards) > 1 else ""
+            parts.append(f"reward {logged['reward']:.3g}{several}")
         if "kl" in logged:
             parts.append(f"KL {logged['kl']:.2g}")
         if "completions/mean_length" in logged:
@@ -149,52 +147,35 @@ class LiveLine(TrainerCallback):
             parts.append(f"{timedelta(seconds=round(seconds_per_step * (steps - step)))} left")
         return "  ".join(parts)
 
-    def _reward_parts(self) -> str:
-        """Return the mean of each reward in parentheses, or "" for a single reward."""
-        means = []
-        for name in self.rewards:
-            if (mean := self._logged.get(f"rewards/{name}/mean")) is not None:
-                means.append(f"{name} {mean:.3g}")
-        return f" ({', '.join(means)})" if means and len(self.rewards) > 1 else ""
 
-    def _measure_speed(self, tokens: float) -> None:
-        now = self._clock()
-        previous, self._last_tokens = self._last_tokens, (now, tokens)
-        if previous is not None and now > previous[0]:
-            self._tokens_per_second = (tokens - previous[1]) / (now - previous[0])
+class ProgressLine:
+    """Line that is redrawn in place below the other output of a terminal, or printed once a minute elsewhere.
 
-
-class Line:
-    """Line that is redrawn in place below the other output of a terminal, or printed once a minute elsewhere."""
+    On a terminal, the logger `progress` is limited to warnings meanwhile, because the line shows what it logs.
+    """
 
     SECONDS = 60.0
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, replaced: Sequence[logging.Logger] = ()) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._printed = clock, clock()
-        self._live: Any = None
+        self._live: Live | None = None
         self._until_closed = ExitStack()
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            console = Console(stderr=True, highlight=False)
-            redirects = sys.stdout.isatty()  # output that goes into a pipe stays there
-            live = Live(console=console, transient=True, redirect_stdout=redirects)
-            self._live = self._until_closed.enter_context(live)
-            for replaced_logger in replaced:
-                self._until_closed.callback(replaced_logger.setLevel, replaced_logger.level)
-                replaced_logger.setLevel(logging.WARNING)
-            # Existing handlers hold the stream from before, and would write over the line.
-            for handler in logging.getLogger().handlers:
-                if type(handler) is logging.StreamHandler:
-                    stream = handler.setStream(sys.stderr)
-                    self._until_closed.callback(handler.setStream, stream or sys.__stderr__)
+        if not sys.stderr.isatty():
+            return
+        redirects = sys.stdout.isatty()  # output that goes into a pipe stays there
+        live = Live(console=Console(stderr=True, highlight=False), transient=True, redirect_stdout=redirects)
+        self._live = self._until_closed.enter_context(live)
+        self._until_closed.callback(progress.setLevel, progress.level)
+        progress.setLevel(logging.WARNING)
+        # Existing handlers hold the stream from before, and would write over the line.
+        for handler in logging.getLogger().handlers:
+            if type(handler) is logging.StreamHandler:
+                stream = handler.setStream(sys.stderr)
+                self._until_closed.callback(handler.setStream, stream or sys.__stderr__)
 
     def show(self, text: str, *, prints: bool = False) -> None:
         """Redraw the line. Without a terminal, print it if `prints` is True and the last one is a minute old."""
         if self._live is not None:
-            from rich.text import Text
-
             self._live.update(Text(visible(text), no_wrap=True, overflow="ellipsis"))
         elif prints and self._clock() - self._printed >= self.SECONDS:
             self._printed = self._clock()
@@ -204,3 +185,11 @@ class Line:
         """Remove the line from the terminal, and restore the handlers and levels of the loggers."""
         self._live = None
         self._until_closed.close()
+
+
+def close_progress_bars(callbacks: Iterable[object]) -> None:
+    """Close the progress bars of an interrupted run, which would otherwise be drawn again after the last line."""
+    for callback in callbacks:
+        for name in ("training_bar", "prediction_bar"):
+            if (bar := getattr(callback, name, None)) is not None:
+                bar.close()

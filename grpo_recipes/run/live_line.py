@@ -91,8 +91,7 @@ class LiveLine(TrainerCallback):
         self._logged: dict[str, float] = {}
         self._tokens_per_second: float | None = None
         self._last_tokens: tuple[float, float] | None = None  # time and token count of the last entry that has one
-        self._start_time: float
-        self._start_step: int
+        self._start_time, self._start_step = 0.0, 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the line."""

@@ -40,28 +40,11 @@ from grpo_rewards.explain import Reasons
 from grpo_rewards.redaction import scrubbed
 from grpo_rewards.terminal import say
 
-REMOVED_KEYS = (
-    "deepspeed",
-    "fsdp",
-    "fsdp_config",
-    "generation_batch_size",
-    "resume_from_checkpoint",
-    "push_to_hub",
-    "log_completions_hub_repo",
-    "load_best_model_at_end",
-    "eval_on_start",
-)
-"""Keys of training that concern several processes, evaluations, or what a run writes."""
+PROCESS_KEYS = ("deepspeed", "fsdp", "fsdp_config", "generation_batch_size")
+"""Keys of training about several processes."""
 
-SET_KEYS = {
-    "num_iterations": 1,
-    "max_steps": 1,
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-"""Keys that shorten the training to one step, without evaluations, checkpoints and trackers."""
+RUN_KEYS = ("eval_on_start", "load_best_model_at_end", "log_completions_hub_repo", "push_to_hub")
+"""Keys of training about evaluations and about what a run writes."""
 
 
 class EnoughSampled(Exception):
@@ -140,8 +123,10 @@ def sampling_recipe(recipe: Recipe, together: int, batches: int, folder: Path) -
     micro_batch = min(rows, recipe.config.per_device_train_batch_size)
     while rows % micro_batch:
         micro_batch -= 1
-    training = {key: value for key, value in recipe.training.items() if key not in REMOVED_KEYS}
-    training |= {**SET_KEYS, "per_device_train_batch_size": micro_batch, "output_dir": str(folder)}
+    removed = {*PROCESS_KEYS, *RUN_KEYS, "resume_from_checkpoint"}
+    training = {key: value for key, value in recipe.training.items() if key not in removed}
+    training.update(num_iterations=1, max_steps=1, eval_strategy="no", save_strategy="no", report_to="none")
+    training.update(disable_tqdm=True, output_dir=str(folder), per_device_train_batch_size=micro_batch)
     training["steps_per_generation"] = rows // micro_batch
     training["gradient_accumulation_steps"] = batches * (rows // micro_batch)
     return replace(recipe, training=training, sampling=None)

@@ -1,4 +1,4 @@
-"""What every room may need to know about the processes of a run. This room is the lowest level of the package.
+"""Processes of a run, as far as every room may need to know of them. This room is the lowest level of the package.
 
 - `signals`: Ctrl-C during imports, and closed terminals. It imports no library.
 - `ranks`: rank of this process, and collective calls on plain values.

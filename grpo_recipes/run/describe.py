@@ -1,4 +1,4 @@
-"""What a run prints about itself before its first step and after its last one, and its entry in `run.json`."""
+"""Description of a run: what it prints before its first step and after its last one, and its entry in `run.json`."""
 
 from __future__ import annotations
 

@@ -112,13 +112,12 @@ def load_reward_models(recipe: Recipe, checked: Checked) -> None:
         reward = leaf.declared
         if reward.model_source is not None and (Path(reward.model_source) / "config.json").is_file():
             _check_folder_weights(recipe, "rewards", reward.model_source)
-        with naming(f"{recipe.source}: `rewards`"):
-            try:
-                line = reward.prepare()
-            except UserError:
-                raise
-            except ValueError as error:  # a reward of another package raised it
-                raise recipe.error("`rewards`", one_line(error), "correct the value") from error
+        try:
+            line = reward.prepare()
+        except UserError as error:
+            raise recipe.error(f"`rewards`: {error.place}", error.problem, error.fix) from error
+        except ValueError as error:  # a reward of another package raised it
+            raise recipe.error("`rewards`", one_line(error), "correct the value") from error
         if line is not None:
             say_once(line)
 

@@ -31,6 +31,9 @@ from grpo_rewards.terminal import say, visible
 
 logger = logging.getLogger(__name__)
 
+SHOWN = {"kl": "KL {:.2g}", "completions/mean_length": "length {:.0f}", "completions/clipped_ratio": "truncated {:.0%}"}
+"""Logged values that the line shows behind the reward, and their forms."""
+
 
 class LiveLog(TrainerCallback):
     """Writes every log entry of a run to `_log.jsonl`. If that fails, training goes on and a warning is logged once."""
@@ -132,12 +135,7 @@ class LiveLine(TrainerCallback):
             shown = [f"{name} {mean:.3g}" for name, mean in means.items() if mean is not None]
             several = f" ({', '.join(shown)})" if shown and len(self.rewards) > 1 else ""
             parts.append(f"reward {logged['reward']:.3g}{several}")
-        if "kl" in logged:
-            parts.append(f"KL {logged['kl']:.2g}")
-        if "completions/mean_length" in logged:
-            parts.append(f"length {logged['completions/mean_length']:.0f}")
-        if "completions/clipped_ratio" in logged:
-            parts.append(f"truncated {logged['completions/clipped_ratio']:.0%}")
+        parts += [form.format(logged[key]) for key, form in SHOWN.items() if key in logged]
         if self._tokens_per_second is not None:
             parts.append(f"{self._tokens_per_second:,.0f} tokens/s")
         done = step - self._start_step

@@ -144,7 +144,7 @@ def run(prepared: Prepared) -> int:
         if training_args.should_save:  # on each node, if each has a disk of its own
             set_aside(prepared.point.passed_over)
         say_once(describe_resumption(recipe.output_dir, prepared.point))
-    fault_file(recipe.output_dir).unlink(missing_ok=True)  # of an earlier attempt
+    fault_file(recipe.output_dir).unlink(missing_ok=True)  # another attempt may have left it
     trainer = build_trainer(prepared)
     describe_run(prepared, trainer)
     prepared.check_folder()

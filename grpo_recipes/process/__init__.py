@@ -5,5 +5,5 @@
 - `messages`: log messages and printed lines, each once.
 - `faults`: errors of a run whose message is complete without the name of their class.
 
-How processes are launched, show their progress and end belongs into `grpo_recipes.run`, which only commands import.
+How processes are launched, show their progress and end belongs to `grpo_recipes.run`, which only commands import.
 """

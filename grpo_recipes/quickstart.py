@@ -31,8 +31,8 @@ from datasets import Dataset, disable_progress_bars
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from grpo_recipes.data.arithmetic import made_problems
 from grpo_recipes import cli
+from grpo_recipes.data.arithmetic import made_problems
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import final_answer
 from grpo_recipes.evaluation.comparison import compare

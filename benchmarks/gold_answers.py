@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grpo_rewards.math.answers import gold_answer
+from grpo_rewards.math.golds import gold_answer
 
 RIGHT = ("by itself", "respelled", "reversed")
 WRONG = ("constants", "another", "digit", "sign")

@@ -20,7 +20,8 @@ from grpo_recipes.data.tables import is_image_part, listed, shown
 from grpo_recipes.recipe.dataset import MADE_PROBLEMS, DatasetName, DatasetSpec
 from grpo_rewards.choices import Choices, read_choices, read_gold
 from grpo_rewards.errors import UserError
-from grpo_rewards.math.answers import extract_answer, number_text
+from grpo_rewards.math.answers import extract_answer
+from grpo_rewards.math.numbers import number_text
 from grpo_rewards.strict import parse_json
 from grpo_rewards.strings import folded
 

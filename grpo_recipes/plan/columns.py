@@ -12,8 +12,10 @@ from grpo_recipes.data.presets import choices_of, gold_object, is_missing, label
 from grpo_recipes.data.tables import listed
 from grpo_rewards.choices import read_choices
 from grpo_rewards.errors import UserError
-from grpo_rewards.math.answers import extract_answer, parse_number, read_golds
+from grpo_rewards.math.answers import extract_answer
 from grpo_rewards.math.decimals import with_point
+from grpo_rewards.math.golds import read_golds
+from grpo_rewards.math.numbers import parse_number
 from grpo_rewards.programs import UnitTests
 from grpo_rewards.strings import folded
 

@@ -52,8 +52,8 @@ from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_rewards.choices import read_choices
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import expanded, write_atomically
-from grpo_rewards.math.answers import gold_answer
 from grpo_rewards.math.decimals import Decimal, decimal_marks
+from grpo_rewards.math.golds import gold_answer
 from grpo_rewards.terminal import say
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"

@@ -47,9 +47,10 @@ from grpo_recipes.recipe.trl_keys import cautions, ignored_keys
 from grpo_recipes.training.layout_check import text_config
 from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.packing import Layout
+from grpo_rewards.composed import leaves
 from grpo_rewards.files import relative_to
 from grpo_rewards.redaction import redacted
-from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves
+from grpo_rewards.registry import BuiltReward, UnbuiltReward
 from grpo_rewards.reward_model import RewardModelScore
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 

@@ -38,9 +38,11 @@ from grpo_recipes.runs.checkpoints import checksum, read_manifest
 from grpo_recipes.runs.files import RunError, read_object
 from grpo_recipes.runs.record import versions
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, identify_weights, weight_files
+from grpo_rewards.built import BoundReward
+from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import JSON_BYTES
-from grpo_rewards.registry import BoundReward, BuiltReward, leaves
+from grpo_rewards.registry import BuiltReward
 
 NOT_IDENTIFIED = "not identified"
 SLICE_ROWS = 10_000

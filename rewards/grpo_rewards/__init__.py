@@ -5,10 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from grpo_rewards.built import BuiltReward, RewardSpecError
 from grpo_rewards.format_tags import tag_count, tag_presence, tag_structure, well_formed
 from grpo_rewards.length import group_length
 from grpo_rewards.math.correctness import gsm8k_correctness, math_correctness
-from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
+from grpo_rewards.registry import build_rewards
 
 if TYPE_CHECKING:
     from grpo_rewards.choices import choice_correctness

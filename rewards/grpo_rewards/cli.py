@@ -18,19 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_rewards import __version__
+from grpo_rewards.built import BuiltReward, RewardSpecError
 from grpo_rewards.completions import completion_text, copied, listed_scores, score_value
+from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.explain import Reasons, score_line
 from grpo_rewards.files import read_text, replacing
-from grpo_rewards.registry import (
-    REGISTERED,
-    BuiltReward,
-    RewardSpecError,
-    build_rewards,
-    leaves,
-    missing_package,
-    resolve,
-)
+from grpo_rewards.registry import REGISTERED, build_rewards, missing_package, resolve
 from grpo_rewards.startup import prepare_libraries
 from grpo_rewards.terminal import (
     Cell,

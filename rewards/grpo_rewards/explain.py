@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from grpo_rewards.built import BuiltReward, with_arguments
 from grpo_rewards.errors import UserError, shortened
-from grpo_rewards.registry import BuiltReward, with_arguments
 from grpo_rewards.terminal import visible
 
 _LOGGED_CHARS = 200

@@ -24,25 +24,26 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from grpo_rewards.completions import check_rows, copied
+from grpo_rewards.built import (
+    BuiltReward,
+    Reward,
+    RewardSpecError,
+    UnbuiltReward,
+    declared_kind,
+    is_async,
+    with_arguments,
+    with_declarations,
+)
+from grpo_rewards.composed import GateReward, SumReward
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.files import expanded
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
-from grpo_rewards.reward import (
-    BaseReward,
-    FunctionReward,
-    Kind,
-    LogColumn,
-    LogMetric,
-    callable_name,
-    check_choice,
-    checked_number,
-)
+from grpo_rewards.reward import BaseReward, FunctionReward, Kind, callable_name, check_choice, checked_number
 
 # Paths instead of classes, so that one reward is imported without the others, and without torch, which `reward_model`
 # needs.
@@ -80,254 +81,7 @@ _COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
     "gate": ("name", "weight", "alias", "reward", "only_if", "at_least"),
 }
 
-Reward = Callable[..., Any]
 Spec = str | Mapping[str, Any]
-
-
-class RewardSpecError(UserError):
-    """Reward spec that can't be built. The place names the reward and the key."""
-
-
-@dataclass(frozen=True)
-class BuiltReward:
-    """Reward as a trainer takes it, with `function.__name__ == name`, a unique name and a finite weight.
-
-    `highest_pay` is the largest score of one completion, before the weight, or None if it is not known. `passes_at` is
-    the smallest score of a completion that passes, or None if that is not known or the reward is one of this package,
-    whose method `passed` decides.
-    """
-
-    function: Reward
-    weight: float
-    name: str
-    kind: Kind = "other"
-    highest_pay: float | None = None
-    passes_at: float | None = None
-
-    @property
-    def unbound(self) -> Reward:
-        """Reward without another name and bound arguments."""
-        function = self.function
-        while isinstance(function, BoundReward):
-            function = function.function
-        return function
-
-    @property
-    def declared(self) -> BaseReward:
-        """Reward with the interface of the base class, also for a plain function."""
-        reward = self.unbound
-        return reward if isinstance(reward, BaseReward) else FunctionReward(self.function, reward)
-
-    @property
-    def needs_whole_groups(self) -> bool:
-        """True if the reward compares the completions of a group."""
-        return self.declared.needs_whole_groups
-
-    @property
-    def parts(self) -> tuple[BuiltReward, ...]:
-        """Rewards that a sum or a gate is made of; empty for any other reward."""
-        reward = self.unbound
-        return reward.parts if isinstance(reward, ComposedReward) else ()
-
-
-@dataclass(frozen=True)
-class BoundReward:
-    """Reward under another name, or with arguments that every call adds. It is picklable if the reward is."""
-
-    function: Reward
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, *args: Any, **columns: Any) -> Any:
-        """Call the reward with the bound arguments."""
-        return self.function(*args, **{**columns, **self.arguments})
-
-
-class AsyncBoundReward(BoundReward):
-    """Bound coroutine function. Trainers recognise it by its `async def __call__`."""
-
-    async def __call__(self, *args: Any, **columns: Any) -> Any:
-        """Await the reward with the bound arguments."""
-        return await super().__call__(*args, **columns)
-
-
-@dataclass(frozen=True)
-class UnbuiltReward:
-    """Placeholder for a reward of another package: imported, with checked arguments, but not built."""
-
-    name: str
-    kind: Kind | None = None
-    needs_whole_groups: bool = False
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> Any:
-        """Raise RewardSpecError, because there is no reward to call yet."""
-        raise RewardSpecError(f"reward `{self.name}`", "it was not built", "build it with `call_factories=True`")
-
-
-# --- Rewards made of others ---
-
-
-def _log_under(log: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
-    log(prefix + column, values)
-
-
-class ComposedReward(BaseReward):
-    """Base class of rewards made of others, which calls each part, logs it, and combines the scores of a row."""
-
-    parts: tuple[BuiltReward, ...]
-
-    @property
-    def needs_whole_groups(self) -> bool:  # type: ignore[override]
-        """True if any part compares the completions of a group."""
-        return any(part.needs_whole_groups for part in self.parts)
-
-    @property
-    def kind(self) -> Kind:  # type: ignore[override]
-        """Kind of the parts with a weight; "other" for a mixture."""
-        kinds = {part.kind for part in self.parts if part.weight != 0}
-        return kinds.pop() if len(kinds) == 1 else "other"
-
-    @property
-    def highest_pay(self) -> float | None:
-        """Largest score of one completion; None if it is not known, as with a negative weight."""
-        total = 0.0
-        for part in self.parts:
-            if part.weight == 0:
-                continue
-            if part.highest_pay is None or part.weight < 0:
-                return None
-            total += part.weight * part.highest_pay
-        return total
-
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_extra: LogColumn = None,
-        log_metric: LogMetric = None,
-        log_reason: LogColumn = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score every completion by every part. `columns` and the logging callables are passed to each part."""
-        check_rows(self.name, completions=completions)
-        columns.update(prompts=prompts, completions=completions)
-        if log_metric is not None:
-            columns["log_metric"] = log_metric
-        scores = []
-        for part in self.parts:
-            label = f"{self.name}/{part.name}"
-            for key, log in (("log_extra", log_extra), ("log_reason", log_reason)):
-                if log is not None:
-                    columns[key] = partial(_log_under, log, f"{label}/")
-            column = part.function(**copied(columns))
-            check_rows(part.name, completions=completions, scores=column)
-            scores.append(column)
-            scored = [score for score in column if score is not None]
-            if log_extra is not None:
-                log_extra(label, list(column))
-            if log_metric is not None and scored:
-                log_metric(f"rewards/{label}", sum(scored) / len(scored))
-        rows = list(zip(*scores, strict=True))
-        if log_reason is not None:
-            log_reason(f"{self.name}/reason", [self._reason(row) for row in rows])
-        return [None if None in row else self._combined(row) for row in rows]
-
-    def _combined(self, row: Sequence[float]) -> float:
-        raise NotImplementedError
-
-    def _reason(self, row: Sequence[float | None]) -> str:
-        for part, score in zip(self.parts, row, strict=True):
-            if score is None:
-                return f"{part.name} has no score"
-        return " + ".join(f"{part.weight:g} * {part.name}" for part in self.parts if part.weight != 0)
-
-
-@dataclass(frozen=True)
-class SumReward(ComposedReward):
-    """Weighted sum of several rewards.
-
-    | row | pay |
-    |---|---|
-    | every part scores it | the sum of weight * part |
-    | any part returns None | None |
-
-    Each part is logged as a column `<name>/<part>` and as its mean over the rows that it scores.
-    """
-
-    parts: tuple[BuiltReward, ...]
-    name: str = "sum"
-
-    def _combined(self, row: Sequence[float]) -> float:
-        return sum(part.weight * score for part, score in zip(self.parts, row, strict=True))
-
-
-@dataclass(frozen=True)
-class GateReward(ComposedReward):
-    """Reward that counts only if another one does: a right answer earns nothing in the wrong format.
-
-    | row | pay |
-    |---|---|
-    | `only_if` pays at least `at_least` (without that key: more than 0) | weight * reward |
-    | `only_if` pays less | 0, or weight * reward where that is negative: a closed gate spares no penalty |
-    | `only_if` or `reward` returns None, whether the gate is open or not | None |
-
-    The last rule keeps groups together. Otherwise a row with an unreadable gold would earn 0 if its completion is in
-    the wrong format and would be dropped if it is in the right one.
-
-    Both parts are logged as columns `<name>/<part>` and as their means over the rows that they score. `only_if` has the
-    weight 0, because its score is not part of the sum.
-    """
-
-    reward: BuiltReward
-    only_if: BuiltReward
-    at_least: float | None = None
-    name: str = "gate"
-
-    @property
-    def parts(self) -> tuple[BuiltReward, ...]:  # type: ignore[override]
-        """Reward and condition."""
-        return self.reward, self.only_if
-
-    def _combined(self, row: Sequence[float]) -> float:
-        score, condition = row
-        weighted = self.reward.weight * score
-        return weighted if self._opens(condition) else min(0.0, weighted)
-
-    def _opens(self, condition: float) -> bool:
-        return condition > 0 if self.at_least is None else condition >= self.at_least
-
-    def _reason(self, row: Sequence[float | None]) -> str:
-        condition = row[1]
-        if None in row or condition is None:
-            return super()._reason(row)
-        return f"{'open' if self._opens(condition) else 'closed'}: {self.only_if.name} pays {condition:g}"
-
-
-def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[BuiltReward]:
-    """Yield the single rewards that `rewards` are made of, each with its weight in the total (times `weight`).
-
-    A sum or a gate yields its parts. `group_length` yields itself and the reward that tells right from wrong. A reward
-    whose score is not part of the total, such as the condition of a gate, has the weight 0.
-    """
-    for reward in rewards:
-        reward = replace(reward, weight=weight * reward.weight)
-        if reward.parts:
-            yield from leaves(reward.parts, reward.weight)
-            continue
-        yield reward
-        yield from leaves(_with_declarations(function, 0.0) for function in reward.declared.consulted)
-
-
-# --- Specs ---
 
 
 def spec_parts(spec: Any) -> list[Spec]:
@@ -509,7 +263,15 @@ class _Builder:
         alias = spec.get("alias") or callable_name(function)
         if not isinstance(alias, str):
             raise RewardSpecError(f"reward `{name}`: `alias`", f"it is {alias!r}, not a string", "write a name")
-        return _with_spec(_with_declarations(_named(function, alias), weight, name), name, spec)
+        if getattr(function, "__name__", None) != alias:
+            has_name = _has_field(function, "name")
+            function = replace(function, name=alias) if has_name else with_arguments(function, {}, alias)  # type: ignore[type-var]
+        built = with_declarations(function, weight)
+        package, _, attribute = name.rpartition(".")
+        if declared_kind(built) is None and package.startswith("trl.") and attribute in TRL_REWARDS:
+            kind, highest_pay = TRL_REWARDS[attribute]
+            built = replace(built, kind=kind, highest_pay=highest_pay)
+        return _with_spec(built, name, spec)
 
     def build_sum(self, spec: Mapping[str, Any]) -> SumReward:
         parts = self.build_all(spec.get("rewards", ()))
@@ -552,7 +314,10 @@ class _Builder:
         make = partial(replace, target) if is_instance else target
         arguments = _checked_arguments(name, type(target) if is_instance else target, kwargs, self.num_generations)
         if own_name(name) is None and not self.call_factories:
-            return _unbuilt(name, target)
+            declared = FunctionReward(target, target)
+            own = getattr(target, "name", None)
+            own_or_callable = own if isinstance(own, str) and own else declared.name
+            return UnbuiltReward(own_or_callable, declared.declared_kind, declared.needs_whole_groups)
         for key in fields_of_rewards(target):
             if isinstance(arguments.get(key), (str, Mapping)):
                 arguments[key] = self.build_all([arguments[key]])[0].function
@@ -573,7 +338,7 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
 
 def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltReward:
     """Return a reward with the declarations of its spec."""
-    declared = {"kind": _declared_kind(built), "highest_pay": built.highest_pay, "passes_at": own_name(name)}
+    declared = {"kind": declared_kind(built), "highest_pay": built.highest_pay, "passes_at": own_name(name)}
     for key, value in declared.items():
         if key in spec and value is not None:
             raise RewardSpecError(f"reward `{name}`: `{key}`", "the reward declares it", "remove it from the spec")
@@ -587,23 +352,6 @@ def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltR
         return replace(built, passes_at=built.highest_pay) if is_judge else built
     most = math.inf if built.highest_pay is None else built.highest_pay
     return replace(built, passes_at=_checked(name, checked_number, spec["passes_at"], "passes_at", -math.inf, most))
-
-
-def _declared_kind(built: BuiltReward) -> Kind | None:
-    declared = built.declared
-    return declared.declared_kind if isinstance(declared, FunctionReward) else declared.kind
-
-
-def _with_declarations(function: Reward, weight: float, spec_name: str = "") -> BuiltReward:
-    """Return a reward with its kind and largest score, as declared or, for one of TRL's, from the table."""
-    built = BuiltReward(function, weight, callable_name(function))
-    if (kind := _declared_kind(built)) is not None:
-        return replace(built, kind=kind, highest_pay=built.declared.highest_pay)
-    package, _, attribute = spec_name.rpartition(".")
-    if package.startswith("trl.") and attribute in TRL_REWARDS:
-        kind, highest = TRL_REWARDS[attribute]
-        return replace(built, kind=kind, highest_pay=highest)
-    return built
 
 
 def _with_separate_columns(built: list[BuiltReward]) -> list[BuiltReward]:
@@ -621,17 +369,9 @@ def _with_separate_columns(built: list[BuiltReward]) -> list[BuiltReward]:
 
 def _check_synchronous(name: str, parts: Iterable[BuiltReward]) -> None:
     for part in parts:
-        if _is_async(part.function):
+        if is_async(part.function):
             fix = f"list it beside the {name}, not in it"
             raise RewardSpecError(f"reward `{name}`: `{part.name}`", "it is asynchronous", fix)
-
-
-def _unbuilt(name: str, target: Any) -> UnbuiltReward:
-    """Return the placeholder for the reward that a class or a factory would make, with the class's declarations."""
-    declared = FunctionReward(target, target)
-    own = getattr(target, "name", None)
-    own_or_callable = own if isinstance(own, str) and own else declared.name
-    return UnbuiltReward(own_or_callable, declared.declared_kind, declared.needs_whole_groups)
 
 
 def _check_call(name: str, reward: Reward) -> None:
@@ -678,30 +418,9 @@ def _with_group_size(reward: Reward, num_generations: int | None) -> Reward:
     if _has_field(reward, "num_generations"):
         return replace(reward, num_generations=num_generations)  # type: ignore[type-var]
     if callable(reward) and "num_generations" in inspect.signature(reward).parameters:
-        return _bound(reward, callable_name(reward), {"num_generations": num_generations})
+        return with_arguments(reward, {"num_generations": num_generations})
     return reward
-
-
-def _named(reward: Reward, name: str) -> Reward:
-    if getattr(reward, "__name__", None) == name:
-        return reward
-    if _has_field(reward, "name"):
-        return replace(reward, name=name)  # type: ignore[type-var]
-    return _bound(reward, name, {})
 
 
 def _has_field(reward: Any, name: str) -> bool:
     return is_dataclass(reward) and not isinstance(reward, type) and any(item.name == name for item in fields(reward))
-
-
-def with_arguments(reward: Reward, arguments: Mapping[str, Any]) -> BoundReward:
-    """Return a reward under its own name with arguments that every call adds, in place of the caller's."""
-    return _bound(reward, callable_name(reward), arguments)
-
-
-def _bound(reward: Reward, name: str, arguments: Mapping[str, Any]) -> BoundReward:
-    return (AsyncBoundReward if _is_async(reward) else BoundReward)(reward, name, arguments)
-
-
-def _is_async(reward: Reward) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)

@@ -134,6 +134,8 @@ class BaseReward:
     """Prefix of the logged columns."""
     gold_column: str | None = None
     """Name of the dataset column with the gold; None for a reward that compares with no single gold."""
+    parts: tuple[Any, ...] = ()
+    """Rewards that a sum or a gate is made of, as `BuiltReward`."""
     solution_column: str | None = None
     """Name of the optional dataset column with an answer that earns full pay; None if the gold itself is the answer."""
 

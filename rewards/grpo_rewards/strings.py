@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.errors import UserError
-from grpo_rewards.math.answers import MAX_GOLDS, accepted_golds, number_text
 from grpo_rewards.math.correctness import AgainstGold, Judgement
+from grpo_rewards.math.golds import MAX_GOLDS, accepted_golds
+from grpo_rewards.math.numbers import number_text
 from grpo_rewards.reward import Scored, check_choice
 from grpo_rewards.strict import linear_search
 

@@ -8,18 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rewards.math.answers import (
-    MAX_GOLDS,
-    Gold,
-    Judge,
-    accepted_golds,
-    answer_number,
-    extract_answer,
-    gold_answer,
-    parse_number,
-    read_golds,
-)
+from grpo_rewards.math.answers import extract_answer
+from grpo_rewards.math.comparison import Judge
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.math.golds import MAX_GOLDS, Gold, accepted_golds, gold_answer, read_golds
+from grpo_rewards.math.numbers import answer_number, parse_number
 
 SMALL_WORDS = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen

@@ -9,7 +9,9 @@ import numpy
 import pytest
 
 from grpo_rewards import choice_correctness
-from grpo_rewards.choices import ChoiceCorrectness, named_choice, read_choices, read_gold
+from grpo_rewards.choice_answers import named_choice, read_gold
+from grpo_rewards.choice_questions import read_choices
+from grpo_rewards.choices import ChoiceCorrectness
 from tests.support.growth import growth
 
 CITIES = ["Paris", "New York", "New York City", "London"]

@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from grpo_rewards import gsm8k_correctness, math_correctness, tag_count, tag_presence, tag_structure, well_formed
+from grpo_rewards.built import BuiltReward
 from grpo_rewards.completions import (
     completion_text,
     fenced_blocks,
@@ -14,9 +15,9 @@ from grpo_rewards.completions import (
     outside_thinking,
     prompt_groups,
 )
+from grpo_rewards.composed import SumReward
 from grpo_rewards.length import GroupLength
 from grpo_rewards.math.correctness import GSM8KCorrectness
-from grpo_rewards.registry import BuiltReward, SumReward
 
 ASSISTANT = {"role": "assistant"}
 TEXTS = [

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_rewards import gsm8k_correctness, math_correctness
-from grpo_rewards.math import answers
-from grpo_rewards.math.answers import compare
+from grpo_rewards.math import comparison
+from grpo_rewards.math.comparison import compare
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 
 
@@ -22,7 +22,7 @@ def math_verify(monkeypatch):
             asked.append((gold, answer, deadline))
             return verdict(answer)
 
-        monkeypatch.setattr(answers, "equivalent", equivalent)
+        monkeypatch.setattr(comparison, "equivalent", equivalent)
         return asked
 
     return replaced

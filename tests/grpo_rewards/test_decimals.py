@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from grpo_rewards import gsm8k_correctness
 from grpo_rewards.cli import main
-from grpo_rewards.math.answers import parse_number, read_golds
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.math.decimals import decimal_marks, decimal_of, with_point
+from grpo_rewards.math.golds import read_golds
+from grpo_rewards.math.numbers import parse_number
 
 COMMA = GSM8KCorrectness(decimal="comma")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_rewards.built import BuiltReward
 from grpo_rewards.explain import Reasons, score_line
-from grpo_rewards.registry import BuiltReward, build_rewards
+from grpo_rewards.registry import build_rewards
 from tests.support.errors import refused
 
 

@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 
 from grpo_rewards.math import formulas
-from grpo_rewards.math.answers import RIGHT_VERDICTS, compare
 from grpo_rewards.math.arithmetic import value_of
+from grpo_rewards.math.comparison import RIGHT_VERDICTS, compare
 
 FORMULAS = ["R", "x+1", "\\sqrt{2}", "\\frac{\\pi}{2}", "(1,2)", "\\{1,2\\}", "[1,3)", "y = 2x", "2\\sqrt{3}"]
 # Text behind or around a formula that math-verify drops.

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rewards.registry import RewardSpecError, build_rewards
-from grpo_rewards.schema import MAX_STEPS, JsonSchema
+from grpo_rewards.built import RewardSpecError
+from grpo_rewards.registry import build_rewards
+from grpo_rewards.schema import JsonSchema
+from grpo_rewards.schema_validation import MAX_STEPS
 from grpo_rewards.strict import MAX_CHARS, MAX_DEPTH
 from tests.support.errors import refused
 from tests.support.growth import growth, growth_of_steps

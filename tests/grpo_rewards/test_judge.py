@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from grpo_rewards import chat_endpoint
 from grpo_rewards import judge as judges
+from grpo_rewards.built import RewardSpecError
 from grpo_rewards.judge import JudgeScore, read_score
-from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.registry import build_rewards
 from tests.support.chat_server import completion, serving
 from tests.support.errors import refused
 from tests.support.growth import growth

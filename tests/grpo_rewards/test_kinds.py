@@ -5,7 +5,7 @@ A line of a table is a gold and its answers, with "§" between them and "¶" for
 
 import pytest
 
-from grpo_rewards.math.answers import RIGHT_VERDICTS, compare
+from grpo_rewards.math.comparison import RIGHT_VERDICTS, compare
 
 WRONG = r"""
     4 § twenty-fifth § twenty fifth

@@ -2,8 +2,9 @@
 
 import pytest
 
+from grpo_rewards.built import RewardSpecError
 from grpo_rewards.length import GroupLength
-from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.registry import build_rewards
 from tests.support.errors import refused
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"

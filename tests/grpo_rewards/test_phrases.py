@@ -1,7 +1,8 @@
 """Words beside a number in an answer slot: units, plural nouns and sentences are read, and anything else is doubt."""
 
-from grpo_rewards.math.answers import answer_number, parse_number, read_gold
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.math.golds import read_gold
+from grpo_rewards.math.numbers import answer_number, parse_number
 from grpo_rewards.math.units import stated_units, units_differ
 from tests.grpo_rewards.test_claims import listed
 

@@ -3,7 +3,8 @@
 import itertools
 import time
 
-from grpo_rewards.math.answers import answer_number, compare
+from grpo_rewards.math.comparison import compare
+from grpo_rewards.math.numbers import answer_number
 from grpo_rewards.math.prose import stated_quantity
 
 # Forms of a quantity; {} is the number.

@@ -9,18 +9,10 @@ from dataclasses import dataclass
 import pytest
 
 import grpo_rewards
+from grpo_rewards.built import RewardSpecError, UnbuiltReward
 from grpo_rewards.cli import main
-from grpo_rewards.registry import (
-    REGISTERED,
-    TRL_REWARDS,
-    RewardSpecError,
-    UnbuiltReward,
-    build_rewards,
-    leaves,
-    own_name,
-    resolve,
-    spec_parts,
-)
+from grpo_rewards.composed import leaves
+from grpo_rewards.registry import REGISTERED, TRL_REWARDS, build_rewards, own_name, resolve, spec_parts
 from tests.support.errors import refused
 
 HERE = __name__

@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from grpo_rewards import cli, reward_model
-from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.built import RewardSpecError
+from grpo_rewards.registry import build_rewards
 from grpo_rewards.reward_model import LoadedRewardModel, RewardModelScore, shared_prefix_length
 from tests.support.errors import refused
 from tests.support.tiny import chat_tokenizer, reward_config, save_internlm2, save_reward_model

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rewards import string_match
-from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.built import RewardSpecError
+from grpo_rewards.registry import build_rewards
 from grpo_rewards.strings import StringMatch, squad_normalised
 from tests.support.errors import refused
 from tests.support.growth import growth

@@ -19,9 +19,11 @@ from typing import Any
 
 from grpo_rewards.audit import wrong_completions
 from grpo_rewards.audit.wrong_completions import GOLD_COLUMNS, KINDS, Case, Layout, Question, question_of, shuffled
+from grpo_rewards.built import BuiltReward
 from grpo_rewards.completions import listed_scores, score_value
+from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError, one_line, shortened
-from grpo_rewards.registry import BuiltReward, Spec, build_rewards, leaves
+from grpo_rewards.registry import Spec, build_rewards
 
 # --- Calls and their contract ---
 

@@ -20,9 +20,13 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any
 
-from grpo_rewards.choices import Choices, named_choice, read_choices, read_gold
+from grpo_rewards.choice_answers import named_choice, read_gold
+from grpo_rewards.choice_questions import Choices, read_choices
 from grpo_rewards.completions import completion_text, fenced_blocks
-from grpo_rewards.math import answers
+from grpo_rewards.math.answers import extract_answer
+from grpo_rewards.math.comparison import RIGHT_VERDICTS, compare
+from grpo_rewards.math.golds import accepted_golds, gold_answer
+from grpo_rewards.math.numbers import answer_number, number_text, parse_number
 from grpo_rewards.strings import squad_normalised
 
 GOLD_COLUMNS = ("answer", "solution", "gold", "label", "target", "ground_truth", "final_answer", "reference", "tests")
@@ -75,7 +79,7 @@ class Question:
     @cached_property
     def numbers(self) -> frozenset[Any]:
         """Golds that are numbers."""
-        return frozenset(number for gold in self.golds if (number := answers.parse_number(gold)) is not None)
+        return frozenset(number for gold in self.golds if (number := parse_number(gold)) is not None)
 
     def is_right(self, answer: str) -> bool:
         """Return True if `answer` states the gold."""
@@ -84,7 +88,7 @@ class Question:
         if self.choices is not None:
             return named_choice(answer, self.choices) == self.label
         if self.numbers:
-            return answers.answer_number(answer) in self.numbers
+            return answer_number(answer) in self.numbers
         if _folded(answer) in {_folded(gold) for gold in self.golds}:
             return True
         if self.form == "formula":
@@ -94,7 +98,7 @@ class Question:
 
     def mentions_gold(self, text: str) -> bool:
         """Return True if a number in `text` is a gold, or if `text` states one."""
-        return self.is_right(text) or any(answers.parse_number(one) in self.numbers for one in _NUMBER.findall(text))
+        return self.is_right(text) or any(parse_number(one) in self.numbers for one in _NUMBER.findall(text))
 
 
 def _folded(text: str) -> str:
@@ -106,7 +110,7 @@ def _folded(text: str) -> str:
 @lru_cache(maxsize=4096)
 def _is_equal_formula(golds: tuple[str, ...], answer: str) -> bool:
     try:
-        return answers.compare(list(golds), answer) in answers.RIGHT_VERDICTS
+        return compare(list(golds), answer) in RIGHT_VERDICTS
     except ImportError:  # math-verify is not installed
         return False
 
@@ -131,7 +135,7 @@ def question_of(
     if choice := _choice(columns, gold):
         choices, label = choice
         return Question(number, columns, prompt, (str(gold), label), "choice", choices, label)
-    accepted = [gold] if isinstance(gold, Mapping) and "text" not in gold else answers.accepted_golds(gold)
+    accepted = [gold] if isinstance(gold, Mapping) and "text" not in gold else accepted_golds(gold)
     golds = [text for entry in accepted if (text := _gold_text(entry))]
     return Question(number, columns, prompt, tuple(golds), _form(golds[0])) if golds else None
 
@@ -142,7 +146,7 @@ def _stated(completion: Any) -> str:
     if tagged := re.search(r"<(\w+)>([^<]*)</\1>\Z", text):
         return tagged[2].strip()
     fences = fenced_blocks(text)
-    return answers.extract_answer(text, "auto") or (fences[-1][1].strip() if fences else text)
+    return extract_answer(text, "auto") or (fences[-1][1].strip() if fences else text)
 
 
 def _choice(columns: Mapping[str, Any], gold: Any) -> tuple[Choices, str] | None:
@@ -158,14 +162,14 @@ def _choice(columns: Mapping[str, Any], gold: Any) -> tuple[Choices, str] | None
 
 def _gold_text(gold: Any) -> str:
     if isinstance(gold, str):
-        return answers.gold_answer(gold) or gold.strip()
+        return gold_answer(gold) or gold.strip()
     if isinstance(gold, (int, float)) and not isinstance(gold, bool):
-        return answers.number_text(gold)
+        return number_text(gold)
     return "" if gold is None else json.dumps(gold, ensure_ascii=False, default=str)
 
 
 def _form(gold: str) -> str:
-    if answers.parse_number(gold) is not None:
+    if parse_number(gold) is not None:
         return "number"
     if gold.startswith('{"') and gold.endswith("}"):
         return "object"
@@ -311,7 +315,7 @@ class Case:
     @property
     def number(self) -> Fraction | None:
         """Right answer as a number if it is one."""
-        number = answers.parse_number(self.right) if self.question.form == "number" else None
+        number = parse_number(self.right) if self.question.form == "number" else None
         return None if number is None else Fraction(number)
 
     def place(self, *answers: str, thinking: str = THOUGHT) -> str:

@@ -13,18 +13,10 @@ from typing import Any, ClassVar
 
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.errors import shortened
-from grpo_rewards.math.answers import (
-    LAYOUTS,
-    MAX_GOLDS,
-    Gold,
-    Judge,
-    accepted_golds,
-    answer_extractor,
-    gold_answer,
-    is_prose,
-    read_golds,
-)
+from grpo_rewards.math.answers import LAYOUTS, answer_extractor
+from grpo_rewards.math.comparison import Judge
 from grpo_rewards.math.decimals import DECIMALS, Decimal, decimal_marks
+from grpo_rewards.math.golds import MAX_GOLDS, accepted_golds, gold_answer, is_prose, read_golds
 from grpo_rewards.reward import BaseReward, Kind, Scored, TaggedReward, check_choice, check_less, checked_positive
 
 Judgement = tuple[str | None, str | None, str, float | None]
@@ -147,12 +139,13 @@ class GSM8KCorrectness(GoldReward):
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         decimal = self.decimal or "point"
-        golds = _read_golds(needed_column(self, "gold_column", columns, completions), decimal)
+        keys = list(map(_key_of_golds, needed_column(self, "gold_column", columns, completions)))
+        read = {key: read_golds(key, decimal) for key in dict.fromkeys(keys)}  # each distinct row once
         answers = self._answers(list(map(completion_text, completions)), self.extract)
         judge = Judge(self.deadline, decimal, CALL_DEADLINES * self.deadline + ROW_SECONDS * len(answers))
         pays = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
         wrong = self.pay_wrong
-        best = judge.best_verdicts(golds, answers)
+        best = judge.best_verdicts([read[key] for key in keys], answers)
         judged: list[Judgement] = [
             (answer, gold and gold.text, verdict, pays.get(verdict, wrong))
             for answer, (verdict, gold) in zip(answers, best, strict=True)
@@ -199,16 +192,12 @@ class GSM8KCorrectness(GoldReward):
         return f"{note}; `extract: {best}` finds one in {most} of {len(texts)}" if most else note
 
 
-def _read_golds(golds: Sequence[Any], decimal: Decimal) -> list[tuple[Gold, ...]]:
-    """Read the accepted golds of every row, each distinct row once."""
-    keys = [row if isinstance(row, str) else tuple(map(_hashable, accepted_golds(row))) for row in golds]
-    known = {key: read_golds(key, decimal) for key in dict.fromkeys(keys)}
-    return list(map(known.__getitem__, keys))
-
-
-def _hashable(gold: Any) -> Any:
-    """Return a gold, or None for a value that is none: a boolean would be the key of 0 or 1."""
-    return gold if isinstance(gold, (str, Real)) and not isinstance(gold, bool) else None
+def _key_of_golds(row: Any) -> Any:
+    """Return the golds of a row as a key, with None for a value that is not a gold: True would be the key of 1."""
+    if isinstance(row, str):
+        return row
+    golds = accepted_golds(row)
+    return tuple(gold if isinstance(gold, (str, Real)) and not isinstance(gold, bool) else None for gold in golds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,8 @@ from grpo_recipes.checks.rewards import (
 from grpo_recipes.data.places import row_numbers
 from grpo_recipes.data.tables import sample_of_rows
 from grpo_recipes.process.faults import FaultyRow, RewardFault
-from grpo_rewards.registry import build_rewards, leaves
+from grpo_rewards.composed import leaves
+from grpo_rewards.registry import build_rewards
 from tests.support import launching
 from tests.support.errors import refused
 from tests.support.rows import write

@@ -22,7 +22,7 @@ from grpo_recipes.data.load import load, load_prompts
 from grpo_recipes.data.sources import Keys
 from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS, DatasetSpec, SourceSpec
 from grpo_rewards import choice_correctness, gsm8k_correctness
-from grpo_rewards.math.answers import read_gold
+from grpo_rewards.math.golds import read_gold
 from tests.support.errors import refused
 from tests.support.rows import loaded, user, write
 

@@ -16,7 +16,7 @@ from grpo_recipes.data.load import recipe_prompts
 from grpo_recipes.plan import init
 from grpo_recipes.plan.init import Proposal, Wishes, proposed, write_first_recipe
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
-from grpo_rewards.math.answers import gold_answer
+from grpo_rewards.math.golds import gold_answer
 from tests.support.errors import refused
 
 CPU = Machine(1, bf16=False)

@@ -48,38 +48,38 @@ _MAX_INSERTED = 500_000
 
 # All are linear in their arguments, which are bounded, or nearly so: no power, no product, no formatting.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{"isclose": math.isclose, "math.fabs": math.fabs, "math.isclose": math.isclose},
+    "isclose": math.isclose, "math.fabs": math.fabs, "math.isclose": math.isclose,
     **{kind.__name__: kind for kind in (bool, float, frozenset, int, list, set, str, tuple)},
     **{function.__name__: function for function in (abs, all, any, len, max, min, round, sorted, sum)},
-}
+}  # fmt: skip
 """Functions of an assertion that are evaluated outside of the program."""
 
 _KEYWORDS = {**dict.fromkeys(("isclose", "math.isclose"), ("rel_tol", "abs_tol")), "sorted": ("reverse",)}
-# Functions that take any iterable. A generator or a range is no data: its items are listed beside the program.
+# Functions that take any iterable. A generator or a range is not data: its items are listed beside the program.
 _OF_ITEMS = ("all", "any", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple")
 _TWO_ARGUMENTS = ("isclose", "math.isclose", "max", "min", "round")
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not},
-    **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
-    **{ast.In: lambda part, whole: part in whole, ast.NotIn: lambda part, whole: part not in whole},
-}
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.In: lambda part, whole: part in whole, ast.NotIn: lambda part, whole: part not in whole,
+}  # fmt: skip
 _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.USub: operator.neg, ast.UAdd: operator.pos},
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.USub: operator.neg, ast.UAdd: operator.pos,
     ast.Not: operator.not_,
-}
+}  # fmt: skip
 # Between literals only, and bounded.
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
-    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow},
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
 
 
 class AssertionForm(ValueError):
-    """Assertion that can't be split; the message names it and the reason."""
+    """Assertion that can't be split. The message names it and the reason."""
 
 
 class Unreadable(ValueError):
-    """Value of a call that is no data of Python's own types."""
+    """Value of a call that is not data of Python's own types."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def read_assertions(*sources: str, entry_point: str = "") -> list[Assertion]:
 
 
 def read_tests(*sources: str, entry_point: str = "") -> list[Assertion | AssertionForm]:
-    """Return the assertions of test code, or the reason why one can't be split. The arguments are as above."""
+    """Return each assertion of test code, or the reason why it can't be split. Arguments as of `read_assertions`."""
     reader, shown = _Reader(), ""
     try:
         for source in sources:
@@ -233,21 +233,20 @@ class _Reader:
                 reason = f"`{shortened(assertion.source, 80)}` compares with `{min(readable)}`, which other calls show"
                 tests.append(AssertionForm(reason))
                 continue
-            run = [one for one in before if not self._is_kept(one)]
+            # A literal that no call needs stays here.
+            run = [one for one in before if not _names_literal(one) or _stored(one) & self._shown]
             tests.append(replace(assertion, setup="\n".join(map(ast.unparse, run))))
             before = []
         return tests
-
-    def _is_kept(self, statement: ast.stmt) -> bool:
-        """Return True if a statement names a literal that no call needs."""
-        return _names_literal(statement) and not _stored(statement) & self._shown
 
     def read(self, statements: Iterable[ast.stmt]) -> None:
         """Read statements that follow those read before."""
         for statement in statements:
             if isinstance(statement, ast.Assert):
                 self._read_assertion(statement)
-            elif not isinstance(statement, (ast.Pass, ast.Return)) and not _is_text(statement):
+                continue
+            is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if not is_text and not isinstance(statement, (ast.Pass, ast.Return)):
                 self._read_other(_Folded().visit(statement))
 
     def _read_assertion(self, statement: ast.Assert) -> None:
@@ -369,10 +368,6 @@ def _is_standard(statement: ast.stmt) -> bool:
     return True
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
 class _Splitter:
     """Replacement of the calls in an expression by names "0", "1", …, and the sources of these calls."""
 
@@ -385,9 +380,11 @@ class _Splitter:
         """Return the judgement in an expression. Raise `AssertionForm` if the program would judge itself."""
         if _is_literal(node):
             return node
-        if (names := _names(node)) and names <= self._literals.keys() and _is_literal(value := self._with_values(node)):
-            self.expected |= names
-            return value
+        if (names := _names(node)) and names <= self._literals.keys():
+            value = _Folded().visit(_Replaced(self._literals).visit(copy.deepcopy(node)))
+            if _is_literal(value):
+                self.expected |= names
+                return value
         if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATIONS:
             return ast.UnaryOp(node.op, self.split(node.operand))
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
@@ -402,32 +399,29 @@ class _Splitter:
         self.calls.append(ast.unparse(node))
         return ast.Name(str(len(self.calls) - 1))
 
-    def _with_values(self, node: ast.expr) -> ast.expr:
-        return _Folded().visit(_Replaced(self._literals).visit(copy.deepcopy(node)))
-
     def _comparison(self, node: ast.Compare) -> ast.Compare:
-        left, *comparators = [self._side(side) for side in (node.left, *node.comparators)]
-        sides = [left, *comparators]
-        for (one, one_calls), (other, other_calls), comparison in zip(sides, comparators, node.ops, strict=False):
+        sides: list[tuple[ast.expr, bool]] = []  # the judgement in each, and True if it has a call
+        for side in (node.left, *node.comparators):
+            before = len(self.calls)
+            sides.append((self.split(side), len(self.calls) > before))
+        for (one, one_calls), (other, other_calls), comparison in zip(sides, sides[1:], node.ops, strict=False):
             if one_calls and other_calls:
                 raise AssertionForm(f"`{ast.unparse(node)}` compares two values of the program: write one as a literal")
             is_identity = isinstance(comparison, (ast.Is, ast.IsNot))
             if is_identity and not (_is_singleton(one) or _is_singleton(other)):
                 raise AssertionForm(f"`{ast.unparse(node)}` asks for identity: write `==`")
-        return ast.Compare(left[0], node.ops, [side for side, _ in comparators])
-
-    def _side(self, node: ast.expr) -> tuple[ast.expr, bool]:
-        """Return the judgement in one side of a comparison, and True if the side has a call."""
-        before = len(self.calls)
-        return self.split(node), len(self.calls) > before
+        left, *comparators = [side for side, _ in sides]
+        return ast.Compare(left, node.ops, comparators)
 
     def _function(self, node: ast.Call, name: str) -> ast.Call:
         most = 2 if name in _TWO_ARGUMENTS else 1
         keywords = {keyword.arg for keyword in node.keywords}
         if len(node.args) > most or not keywords <= set(_KEYWORDS.get(name, ())):
             raise AssertionForm(f"`{ast.unparse(node)}` has arguments that are not supported")
-        if name == "round" and len(node.args) == 2 and not _is_small(node.args[1]):
-            raise AssertionForm(f"`{ast.unparse(node)}` rounds to more than {_MAX_DIGITS} digits")
+        if name == "round" and len(node.args) == 2:
+            digits = ast.literal_eval(node.args[1]) if _is_literal(node.args[1]) else None
+            if type(digits) is not int or abs(digits) > _MAX_DIGITS:
+                raise AssertionForm(f"`{ast.unparse(node)}` rounds to more than {_MAX_DIGITS} digits")
         for keyword in node.keywords:
             if not _is_literal(keyword.value):
                 raise AssertionForm(f"`{ast.unparse(node)}` has an argument that is not a literal")
@@ -447,10 +441,6 @@ def _is_literal(node: ast.expr) -> bool:
 
 def _is_singleton(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and any(node.value is singleton for singleton in (None, True, False))
-
-
-def _is_small(node: ast.expr) -> bool:
-    return _is_literal(node) and type(value := ast.literal_eval(node)) is int and abs(value) <= _MAX_DIGITS
 
 
 def _check_call(node: ast.expr, others: Collection[str] = ()) -> None:
@@ -479,16 +469,14 @@ def _check_call(node: ast.expr, others: Collection[str] = ()) -> None:
             pending.append(part.operand)
         elif isinstance(part, ast.Call):
             pending.append(part.func)
-        elif not (part is None or isinstance(part, ast.Constant) or _is_name(part, others)):
+        elif isinstance(part, ast.Name) and part.id not in _JUDGES and part.id not in others:
+            continue
+        elif part is not None and not isinstance(part, ast.Constant):
             raise AssertionForm(f"`{ast.unparse(node)}` lets the program judge itself: compare a value with a literal")
 
 
 # Builtins whose value is a verdict.
 _JUDGES = frozenset({"all", "any", "bool", "callable", "eval", "hasattr", "isinstance", "issubclass"})
-
-
-def _is_name(node: ast.expr, others: Collection[str]) -> bool:
-    return isinstance(node, ast.Name) and node.id not in _JUDGES and node.id not in others
 
 
 def _judged(node: ast.expr, values: Sequence[Any]) -> Any:
@@ -520,7 +508,7 @@ def read_value(line: str) -> Any:
     """Return the value that a line of the sandbox's harness stands for (`sandbox.harness.encode`).
 
     Raises:
-        Unreadable: the line is none of these, or stands for no value; the message says why.
+        Unreadable: the line does not stand for a value. The message gives the reason.
     """
     if len(line) > MAX_VALUE_CHARS:
         raise Unreadable("returns more than can be read")
@@ -550,11 +538,5 @@ def _decoded(read: Any) -> Any:
     raise Unreadable("a value that can't be read")
 
 
-def _hexadecimal(text: str) -> int:
-    return int(text, 16)
-
-
 _CONTAINERS: Mapping[str, Callable[..., Any]] = {"l": list, "t": tuple, "s": set, "z": frozenset}
-_NUMBERS: Mapping[str, Callable[..., Any]] = {
-    **{"i": _hexadecimal, "f": float, "c": complex, "b": bytes.fromhex},
-}
+_NUMBERS = {"i": lambda text: int(text, 16), "f": float, "c": complex, "b": bytes.fromhex}

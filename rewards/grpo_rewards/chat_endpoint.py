@@ -144,10 +144,12 @@ class ChatEndpoint:
         excerpt = " ".join(content[:2000].decode("utf-8", "replace").split())[:200]
         if self.api_key:
             excerpt = excerpt.replace(self.api_key, "…")
+        # A date, which few endpoints send, is not read.
+        asked = re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", response.headers.get("Retry-After", "").strip())
         return EndpointError(
             f"HTTP {response.status} {response.reason}: {excerpt}".rstrip(": "),
             retry=response.status in _RETRIED or response.status >= 500,
-            wait=_seconds(response.headers.get("Retry-After")),
+            wait=float(asked.group()) if asked else 0.0,
             for_all=response.status in _FAIL_ALIKE,
         )
 
@@ -160,11 +162,6 @@ def _shut(connection: http.client.HTTPConnection, opened: list[socket.socket], e
         with contextlib.suppress(OSError):
             if sock is not None:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-def _seconds(header: str | None) -> float:
-    """Return a Retry-After in seconds, or 0 for a date, which few endpoints send."""
-    return float(header) if header and re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", header.strip()) else 0.0
 
 
 def _read_reply(content: bytes) -> str:

@@ -291,15 +291,13 @@ def named_alone(sentence: str, choices: Choices) -> str | None:
         bare = frame.sub("", said.strip(" .,;:!"))
         for text in (said, bare):
             label = _parsed(text, choices)
-            if label and _squashed(text) in _own_spellings(label, choices):
+            if label is None:
+                continue
+            letter = _squashed(label)
+            own = _squashed(cleaned_text(dict(zip(choices.labels, choices.texts, strict=False)).get(label, "")))
+            if _squashed(text) in (letter, own, letter + own, own + letter):
                 return label
     return None
-
-
-def _own_spellings(label: str, choices: Choices) -> set[str]:
-    letter = _squashed(label)
-    text = _squashed(cleaned_text(dict(zip(choices.labels, choices.texts, strict=False)).get(label, "")))
-    return {letter, text, letter + text, text + letter}
 
 
 def _squashed(text: str) -> str:

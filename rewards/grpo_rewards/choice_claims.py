@@ -41,6 +41,7 @@ _CLAIM = re.compile(
         | \bis\ the\ answer\b)""",
     re.VERBOSE | re.IGNORECASE,
 )
+_NAMES_ANSWER = re.compile(r"(?!I\b|let|ans\b)[a-z]", re.IGNORECASE)
 _CLAUSE_START = re.compile(r"[.!?,](?=\s)|[;:\n]")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
 
@@ -53,7 +54,8 @@ def claimed_choice(text: str, choices: Choices) -> tuple[bool, str | None]:
         if claim is not None and claim["right"]:
             if label := _claimed_before(text, claim, choices):
                 return True, label
-        elif not is_unclaimed(text[:start], claim is not None and _names_answer(claim)):
+        # A claim that starts with a noun, "answer", or its adjectives, and not with "I choose".
+        elif not is_unclaimed(text[:start], claim is not None and _NAMES_ANSWER.match(claim.group()) is not None):
             segment = text[claim_end : min(end, claim_end + choices.max_chars)]
             claimed, label = _claimed_after(segment, choices, is_english=claim is not None)
             if claimed:
@@ -71,11 +73,6 @@ def _claims(text: str) -> list[tuple[int, int, re.Match[str] | None]]:
         if end not in ends:  # "Solution:" is English and French
             claims.append((start, end, None))
     return sorted(claims, key=lambda claim: claim[:2])[-_MAX_CLAIMS:]
-
-
-def _names_answer(claim: re.Match[str]) -> bool:
-    """Return True if a claim starts with a noun, "answer", or its adjectives, and not with "I choose"."""
-    return bool(re.match(r"(?!I\b|let|ans\b)[a-z]", claim.group(), re.IGNORECASE))
 
 
 def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | None:
@@ -130,7 +127,12 @@ def _taken_back_elsewhere(following: str, label: str, choices: Choices) -> bool:
 
 def _taken_back(following: str, label: str, choices: Choices) -> bool:
     """Return True if the next sentence is another choice's text ("B. London"), or corrects to another choice."""
-    following = _after_own_text(following.strip(), label, choices)
+    following = following.strip()
+    line, _, below = following.partition("\n")
+    cleaned = cleaned_text(line)
+    own, named = leading(cleaned, choices.keys)
+    if named == label:  # the choice's own text, "False" of "D. False", takes nothing back
+        following = f"{after_text(cleaned, own)}\n{below}".strip()
     line = following.partition("\n")[0]
     next_sentence = cleaned_text(_SENTENCE_END.split(line)[0])
     # A letter counts only alone on its line: "B. New York is ..." may go on to say why not.
@@ -140,11 +142,3 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
     if is_retraction(following):
         return True
     return bool(_CORRECTION.match(following) and mentioned(cleaned_text(following), choices) - {label})
-
-
-def _after_own_text(following: str, label: str, choices: Choices) -> str:
-    """Return a text without the choice's own text at its start, "False" of "D. False", which takes nothing back."""
-    line, _, below = following.partition("\n")
-    cleaned = cleaned_text(line)
-    own, named = leading(cleaned, choices.keys)
-    return f"{after_text(cleaned, own)}\n{below}".strip() if named == label else following

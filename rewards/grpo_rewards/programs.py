@@ -48,6 +48,7 @@ MAX_JSON_CHARS = 1_000_000
 WALL_FACTOR = 3
 """Seconds on the clock that the tests of a program may take for each of its seconds of computing."""
 
+_HARNESS = Path(__file__).parent / "sandbox" / "harness.py"
 _LABELS = ("python", "python3", "py")
 _SHOWN_CHARS = 60
 _SETUP_COLUMNS = ("test_imports", "test_setup_code")  # MBPP's
@@ -104,7 +105,7 @@ Tests = tuple[Assertion, ...] | tuple[Pair, ...] | tuple[Returned, ...]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramVerdict:
     """Verdict on a program.
 
     Attributes:
@@ -248,7 +249,7 @@ class UnitTests(TaggedReward):
             if program is not None and not isinstance(read, str):
                 jobs[program, row] = read
         verdicts = self._run(jobs)
-        found: list[Verdict | str] = []  # or the reason why there is none
+        found: list[ProgramVerdict | str] = []  # or the reason why there is none
         for program, row, read in zip(programs, rows, tests, strict=True):
             if isinstance(read, str):
                 found.append(read)
@@ -258,7 +259,7 @@ class UnitTests(TaggedReward):
         pay = [None if isinstance(one, str) else self._pay(one) for one in found]
         return Scored(pay, {"verdict": described}, _metrics(found, len(jobs)))
 
-    def _pay(self, verdict: Verdict) -> float:
+    def _pay(self, verdict: ProgramVerdict) -> float:
         if verdict.passed == verdict.total:
             return self.pay
         return self.pay * verdict.passed / verdict.total if self.rule == "share" and verdict.total else 0.0
@@ -272,22 +273,20 @@ class UnitTests(TaggedReward):
 
     # --- Runs ---
 
-    def _run(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, Verdict]:
+    def _run(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, ProgramVerdict]:
         """Return the verdict on each program. As many run at once as this process has processors."""
         if not jobs:
             return {}
         checked_isolation(self.isolation)
         pool = ThreadPoolExecutor(min(len(jobs), _processors()))
         try:
-            runs = {key: pool.submit(self._judge, key[0], tests) for key, tests in jobs.items()}
+            runs = {}
+            for (program, row), tests in jobs.items():
+                judge = self._judge_pairs if isinstance(tests[0], Pair) else self._judge_calls
+                runs[program, row] = pool.submit(judge, program, tests)  # type: ignore[arg-type]
             return {key: running.result() for key, running in runs.items()}
         finally:  # after an error, programs that wait are not started
             pool.shutdown(cancel_futures=True)
-
-    def _judge(self, program: str, tests: Tests) -> Verdict:
-        if pairs := [test for test in tests if isinstance(test, Pair)]:
-            return self._judge_pairs(program, pairs)
-        return self._judge_calls(program, [test for test in tests if not isinstance(test, Pair)])
 
     def _outcome(self, program: str, given: str, seconds: float, wall_seconds: float) -> Outcome:
         limits = Limits(
@@ -295,12 +294,13 @@ class UnitTests(TaggedReward):
         )
         return run(program, given, limits)
 
-    def _judge_calls(self, program: str, tests: Sequence[Assertion | Returned]) -> Verdict:
+    def _judge_calls(self, program: str, tests: Sequence[Assertion | Returned]) -> ProgramVerdict:
         calls: list[tuple[str, str]] = []
         for test in tests:
             calls += zip((test.setup, *[""] * len(test.calls)), test.calls, strict=False)
         request = json.dumps({"program": program, "calls": calls})
-        outcome = self._outcome(_harness(), request, self.seconds, WALL_FACTOR * self.seconds)
+        harness = _HARNESS.read_text(encoding="utf-8")
+        outcome = self._outcome(harness, request, self.seconds, WALL_FACTOR * self.seconds)
         lines = iter(outcome.stdout.decode("utf-8", "replace").split("\n")[:-1])  # the last one may be cut off
         passed, reason = 0, ""
         for test in tests:
@@ -312,9 +312,9 @@ class UnitTests(TaggedReward):
             passed += holds
             if not holds:
                 reason = reason or f"`{shortened(test.source, _SHOWN_CHARS)}` {why}"
-        return Verdict(passed, len(tests), reason, outcome.ended == "timeout")
+        return ProgramVerdict(passed, len(tests), reason, outcome.ended == "timeout")
 
-    def _judge_pairs(self, program: str, tests: Sequence[Pair]) -> Verdict:
+    def _judge_pairs(self, program: str, tests: Sequence[Pair]) -> ProgramVerdict:
         passed, reason, seconds, wall_seconds = 0, "", float(self.seconds), float(WALL_FACTOR * self.seconds)
         for number, test in enumerate(tests, 1):
             outcome = self._outcome(program, test.given, seconds, wall_seconds)
@@ -326,16 +326,18 @@ class UnitTests(TaggedReward):
             else:
                 reason = reason or f"pair {number} {_ended(outcome)}"
             if outcome.ended == "timeout":
-                return Verdict(passed, len(tests), reason, out_of_time=True)
+                return ProgramVerdict(passed, len(tests), reason, out_of_time=True)
             if min(seconds, wall_seconds) <= 0 and number < len(tests):
-                return Verdict(passed, len(tests), reason or f"pair {number + 1} is out of time", out_of_time=True)
+                return ProgramVerdict(
+                    passed, len(tests), reason or f"pair {number + 1} is out of time", out_of_time=True
+                )
             if reason and self.rule == "all":
                 break
-        return Verdict(passed, len(tests), reason)
+        return ProgramVerdict(passed, len(tests), reason)
 
 
-def _metrics(found: Sequence[Verdict | str], programs: int) -> dict[str, float]:
-    verdicts = [one for one in found if isinstance(one, Verdict)]
+def _metrics(found: Sequence[ProgramVerdict | str], programs: int) -> dict[str, float]:
+    verdicts = [one for one in found if isinstance(one, ProgramVerdict)]
     metrics = {"programs": float(programs), "unscorable": float(len(found) - len(verdicts))}
     if verdicts:
         metrics["passed"] = sum(one.passed == one.total for one in verdicts) / len(verdicts)
@@ -362,7 +364,7 @@ def _ended(outcome: Outcome) -> str:
     return "fails"
 
 
-_NO_PROGRAM = Verdict(0, 1, "no program")
+_NO_PROGRAM = ProgramVerdict(0, 1, "no program")
 
 
 @cache
@@ -381,11 +383,6 @@ def checked_isolation(required: str) -> str:
         raise UserError("`isolation: strict`", problem, "allow user namespaces, or set `isolation: best`")
     logger.log(logging.INFO if is_strict else logging.WARNING, "programs run under: %s", described)
     return described
-
-
-@cache
-def _harness() -> str:
-    return (Path(__file__).parent / "sandbox" / "harness.py").read_text(encoding="utf-8")
 
 
 def _processors() -> int:
@@ -438,13 +435,12 @@ def _tests_text(row: Any) -> str:
 
 
 @lru_cache(maxsize=256)
-def _read_tests(text: str, imports: str = "", setup: str = "", entry_point: str = "") -> Tests | str:
+def _read_tests(text: str, imports: str, setup: str, entry_point: str) -> Tests | str:
     """Return the tests in a text, or the reason why they can't be used. The other texts are those of other columns."""
     try:
-        tests = _tests(text, [*_codes(imports), *_codes(setup)], entry_point)
+        return _tests(text, [*_codes(imports), *_codes(setup)], entry_point)[:MAX_TESTS] or "no tests"
     except (ValueError, RecursionError) as error:
         return str(error)
-    return tests[:MAX_TESTS] or "no tests"
 
 
 def _tests(text: str, setup: Sequence[str], entry_point: str) -> Tests:
@@ -455,9 +451,13 @@ def _tests(text: str, setup: Sequence[str], entry_point: str) -> Tests:
         if sum(map(len, entries)) > MAX_CHARS:
             raise ValueError(f"tests of more than {MAX_CHARS:,} characters")
         return tuple(read_assertions(*setup, *entries, entry_point=entry_point))
-    if isinstance(entries, list) and all(_is_pair(entry) for entry in entries):
-        return tuple(Pair(entry["input"], entry["output"]) for entry in entries)
-    raise ValueError("tests that are neither all assertions nor all pairs {input, output} of strings")
+    pairs = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        texts = [entry.get(key) for key in ("input", "output")] if isinstance(entry, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("tests that are neither all assertions nor all pairs {input, output} of strings")
+        pairs.append(Pair(*texts))
+    return tuple(pairs)
 
 
 def _entries(text: str) -> Any:
@@ -495,10 +495,6 @@ def _left_out(text: str) -> list[str]:
     return reasons if len(reasons) < len(tests) else []
 
 
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("input", "output"))
-
-
 def _of_inputs(entries: Mapping[str, Any]) -> tuple[Pair, ...] | tuple[Returned, ...]:
     """Return the tests of APPS and TACO: texts, or with `fn_name` the arguments and the values of a function.
 
@@ -509,8 +505,7 @@ def _of_inputs(entries: Mapping[str, Any]) -> tuple[Pair, ...] | tuple[Returned,
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("tests without one output for each input")
     if not function:
-        texts = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
-        return tuple(Pair(given, expected) for given, expected in texts)
+        return tuple(map(Pair, map(_lines, inputs), map(_lines, outputs)))
     if not isinstance(function, str) or not function.isidentifier() or not all(isinstance(one, list) for one in inputs):
         raise ValueError("tests with `fn_name` that are not lists of arguments of a function")
     returned = []

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from grpo_rewards.audit.audit import Caller, auditor_of
-from grpo_rewards.audit.wrong_completions import KINDS, Case, Layout, question_of
+from grpo_rewards.audit.wrong_completions import KINDS, Case, CompletionLayout, question_of
 from grpo_rewards.cli import main
 from grpo_rewards.registry import build_rewards
 from tests.support.errors import refused
@@ -298,7 +298,7 @@ def test_a_kind_changes_the_answer_in_its_way():
         question = question_of(1, columns, "answer", None, None)
         right, *others = next(iter(question.ways().values()))
         (make,) = (make for name, make in KINDS.items() if name.startswith(kind))
-        found = make(Case(question, Layout("[{answer}]"), right, others or ["7"]))
+        found = make(Case(question, CompletionLayout("[{answer}]"), right, others or ["7"]))
         assert {f"[{text}]" for text in texts} <= set(found), kind
         assert texts or not found
         assert f"[{right}]" not in found

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rewards.audit import wrong_completions
-from grpo_rewards.audit.wrong_completions import GOLD_COLUMNS, KINDS, Case, Layout, Question, question_of, shuffled
+from grpo_rewards.audit.wrong_completions import (
+    GOLD_COLUMNS,
+    KINDS,
+    Case,
+    CompletionLayout,
+    Question,
+    question_of,
+    shuffled,
+)
 from grpo_rewards.built import BuiltReward
 from grpo_rewards.completions import listed_scores, score_value
 from grpo_rewards.composed import leaves
@@ -115,9 +123,15 @@ class Caller:
         finally:
             self.printed = self.printed or output.getvalue()
         try:
-            return [_outcome(score) for score in listed_scores(self.reward.name, scores, len(items))]
+            listed = listed_scores(self.reward.name, scores, len(items))
         except ValueError as error:
             return [Failure("count", str(error))] * len(items)
+        outcomes: list[Outcome] = []
+        for score in listed:
+            value = score_value(score)
+            is_valid = value is None or math.isfinite(value)
+            outcomes.append(value if is_valid else Failure("finite", f"returned {shortened(repr(score))}"))
+        return outcomes
 
 
 def parameters(reward: BuiltReward) -> Mapping[str, inspect.Parameter]:
@@ -133,13 +147,6 @@ def untaken(reward: BuiltReward, batch: Mapping[str, Any]) -> list[str]:
     found = parameters(reward)
     takes_any = not found or any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
     return [] if takes_any else sorted(batch.keys() - found.keys())
-
-
-def _outcome(score: Any) -> Outcome:
-    value = score_value(score)
-    if value is None or math.isfinite(value):
-        return value
-    return Failure("finite", f"returned {shortened(repr(score))}")
 
 
 _FAILURES = {
@@ -267,13 +274,13 @@ class Setting:
 
     caller: Caller
     way: str
-    layout: Layout
+    layout: CompletionLayout
     right: float = 0.0
     wrong: float = 0.0
 
 
 @dataclass
-class Kind:
+class KindResult:
     """Result of one kind of wrong completions.
 
     Attributes:
@@ -294,7 +301,7 @@ class Kind:
 
 
 @dataclass
-class Verdict:
+class JudgedReward:
     """Result of a reward that judges correctness.
 
     Attributes:
@@ -312,7 +319,7 @@ class Verdict:
     right: float
     wrong: float
     rows: int = 0
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[KindResult] = field(default_factory=list)
     unpaid: list[int] = field(default_factory=list)
 
 
@@ -329,7 +336,7 @@ class Audit:
 
     rows: int
     unreadable: int
-    verdicts: list[Verdict]
+    verdicts: list[JudgedReward]
     broken: list[Broken]
 
     @property
@@ -440,7 +447,7 @@ class Auditor:
             cases.append(Case(question, setting.layout, right, others, words))
         return cases
 
-    def verdict(self, setting: Setting) -> Verdict:
+    def verdict(self, setting: Setting) -> JudgedReward:
         """Return what a reward pays for wrong completions."""
         caller = setting.caller
         cases = self.cases(setting, words=wrong_completions.source_texts(caller.reward.unbound))
@@ -453,12 +460,12 @@ class Auditor:
             raise UserError(f"reward `{caller.reward.name}`", problem, fix)
         golds = "reduced to final answers" if caller.reduced else "as in the file"
         called = f"layout {setting.layout.slot!r}, completions are {caller.shape}, golds are {golds}"
-        verdict = Verdict(caller.reward.name, called, setting.right, setting.wrong, len(scored))
+        verdict = JudgedReward(caller.reward.name, called, setting.right, setting.wrong, len(scored))
         for case, score in scored:
             verdict.unpaid += [] if isinstance(score, float) and score > setting.wrong else [case.question.number]
         for name, completions in KINDS.items():
             items = list(dict.fromkeys((case.question, text) for case, _ in scored for text in completions(case)))
-            kind = Kind(name, len(items))
+            kind = KindResult(name, len(items))
             for (question, text), paid in zip(items, caller.scores(items), strict=True):
                 share = paid_share(paid, usual, setting.wrong) if isinstance(paid, float) else 0.0
                 kind.paid += share >= PAID
@@ -522,11 +529,16 @@ def auditor_of(
     """
     rewards = build_rewards(specs, num_generations=2)
     columns = sorted({name for _, row in rows for name in row})
-    gold = gold_column or right or _gold_column(list(leaves(rewards)), columns) or "answer"
+    single = list(leaves(rewards))
+    # A column that a reward declares or takes by name, else a usual one.
+    declared = [reward.declared.gold_column for reward in single]
+    taken = [name for reward in single for name in GOLD_COLUMNS if name in parameters(reward)]
+    found = next((name for name in (*declared, *taken, *GOLD_COLUMNS) if name in columns), None)
+    gold = gold_column or right or found or "answer"
     if gold not in columns:
         problem = f"there is no such column ({', '.join(f'`{name}`' for name in columns)})"
         raise UserError(f"{file}: `{gold}`", problem, "name the gold's by --gold_column or --right")
-    solutions = [reward.declared.solution_column for reward in leaves(rewards) if right is None]
+    solutions = [reward.declared.solution_column for reward in single if right is None]
     solution = next((name for name in solutions if name in columns), None)
     # Rewards that read the gold as `answer` find it there too.
     names = [gold] if gold_column is None else [gold, "answer"]
@@ -542,10 +554,3 @@ def auditor_of(
     numbers = shuffled([str(question.number) for question in pool], seed)[:most]
     chosen = [question for question in pool if str(question.number) in numbers]
     return Auditor(rewards, chosen, pool, len(rows) - len(pool), names, layout, seed)
-
-
-def _gold_column(rewards: Sequence[BuiltReward], columns: Sequence[str]) -> str | None:
-    """Return the name of the column with the gold: one that a reward declares or takes by name, else a usual one."""
-    declared = [reward.declared.gold_column for reward in rewards]
-    taken = [name for reward in rewards for name in GOLD_COLUMNS if name in parameters(reward)]
-    return next((name for name in (*declared, *taken, *GOLD_COLUMNS) if name in columns), None)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from grpo_rewards.audit.audit import CHECKS, PAID, Audit, Verdict
+from grpo_rewards.audit.audit import CHECKS, PAID, Audit, JudgedReward
 from grpo_rewards.errors import one_line
 from grpo_rewards.terminal import Cell, Part, Table, say, show, visible
 
@@ -43,7 +43,7 @@ def _parts(audit: Audit) -> Iterator[Part]:
         yield f"no reward judges correctness, so set `kind: correctness` in the spec of the one that does: {checked}"
 
 
-def _verdict_parts(verdict: Verdict) -> Iterator[Part]:
+def _verdict_parts(verdict: JudgedReward) -> Iterator[Part]:
     yield Cell(verdict.name, "head")
     yield f"  the right answer earns {verdict.right:.3g} and another one {verdict.wrong:.3g} ({verdict.called})"
     if verdict.unpaid:

@@ -124,7 +124,7 @@ def question_of(
         number: number of the row in its file.
         columns: columns of the row.
         gold_column: name of the column with the gold.
-        solution_column: name of the column with a right answer, for a reward whose gold is none, such as tests.
+        solution_column: name of the column with a right answer, for a reward whose gold is something else, such as tests.
         right_column: name of the column with a right completion or answer, for a reward that verifies.
     """
     prompt = next((prompt_text(columns[name]) for name in PROMPT_COLUMNS if columns.get(name)), "")
@@ -150,7 +150,7 @@ def _stated(completion: Any) -> str:
 
 
 def _choice(columns: Mapping[str, Any], gold: Any) -> tuple[Choices, str] | None:
-    """Return the choices of a row and the letter of the right one, or None if it is no multiple choice."""
+    """Return the choices of a row and the letter of the right one, or None if the row is not multiple choice."""
     for name in ("choices", "options"):
         choices = read_choices(columns[name]) if columns.get(name) else None
         label = read_gold(gold, choices) if choices is not None else None
@@ -205,7 +205,7 @@ _THINKING_TAGS = ("think", "thinking", "reasoning", "thought", "scratchpad")
 
 
 @dataclass(frozen=True)
-class Layout:
+class CompletionLayout:
     """Layout of a completion.
 
     Attributes:
@@ -241,7 +241,9 @@ _SLOTS = ("\\boxed{{answer}}", "#### {answer}", "The answer is {answer}.", "Answ
 _BARE = ('{"answer": {value}}', '{"answer": {number}}', "```\n{answer}\n```", "${answer}$", ANSWER)
 
 
-def layouts_for(words: Sequence[str], tags: tuple[str, str] | None, template: str | None = None) -> list[Layout]:
+def layouts_for(
+    words: Sequence[str], tags: tuple[str, str] | None, template: str | None = None
+) -> list[CompletionLayout]:
     """Return the layouts to try, the most structured first.
 
     Args:
@@ -250,7 +252,7 @@ def layouts_for(words: Sequence[str], tags: tuple[str, str] | None, template: st
         template: completion with `{answer}` in it that replaces all other layouts.
     """
     if template is not None:
-        return [Layout(template)]
+        return [CompletionLayout(template)]
     pairs = [("think", "answer"), ("reasoning", "answer")] if tags is None else [tags]
     if tags is None:
         found = [tag for word in words for tag in _TAG.findall(word)]
@@ -259,15 +261,15 @@ def layouts_for(words: Sequence[str], tags: tuple[str, str] | None, template: st
     layouts = []
     for reasoning, answer in dict.fromkeys(pairs):
         opening = f"<{reasoning}>\n{{thinking}}\n</{reasoning}>\n"
-        layouts.append(Layout(f"<{answer}>\n{ANSWER}\n</{answer}>", opening))
-        layouts.append(Layout(f"<{answer}>{ANSWER}</{answer}>", opening.replace("\n", "")))
+        layouts.append(CompletionLayout(f"<{answer}>\n{ANSWER}\n</{answer}>", opening))
+        layouts.append(CompletionLayout(f"<{answer}>{ANSWER}</{answer}>", opening.replace("\n", "")))
     reasoning, answer = pairs[0]
     opening = f"<{reasoning}>\n{{thinking}}\n</{reasoning}>\n"
-    layouts.append(Layout(f"<{answer}>\n\\boxed{{{ANSWER}}}\n</{answer}>", opening))
-    layouts += [Layout(slot, "{thinking}\n") for slot in _SLOTS]
-    layouts += [Layout(ANSWER, opening), *map(Layout, _BARE)]
+    layouts.append(CompletionLayout(f"<{answer}>\n\\boxed{{{ANSWER}}}\n</{answer}>", opening))
+    layouts += [CompletionLayout(slot, "{thinking}\n") for slot in _SLOTS]
+    layouts += [CompletionLayout(ANSWER, opening), *map(CompletionLayout, _BARE)]
     keys = [word for word in words if re.fullmatch(r"[A-Za-z_]{2,30}", word)]
-    layouts += [Layout(f'{{"{key}": {{number}}}}') for key in keys[:6]]
+    layouts += [CompletionLayout(f'{{"{key}": {{number}}}}') for key in keys[:6]]
     # Only the first tag is known to hold thinking: to the reward, another one may be part of its answer.
     return [replace(layout, thinking_tag=reasoning) for layout in layouts]
 
@@ -301,7 +303,7 @@ class Case:
     """
 
     question: Question
-    layout: Layout
+    layout: CompletionLayout
     right: str
     others: Sequence[str]
     words: Sequence[str] = ()
@@ -360,7 +362,11 @@ def _another_number(case: Case) -> list[str]:
     moved = [number + step for step in (1, -1, Fraction(2, 5), Fraction(-2, 5), Fraction(9, 10))]
     scaled = [number * factor for factor in (-1, 10, 1000, Fraction(1, 10))]
     rounded = [Fraction(round(number / step)) * step for step in (1, 10, 100)]
-    return case.state(map(_written, [*moved, *scaled, *rounded]))
+    written = [
+        str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
+        for value in (*moved, *scaled, *rounded)
+    ]
+    return case.state(written)
 
 
 def _longer(case: Case) -> list[str]:
@@ -480,10 +486,6 @@ KINDS: dict[str, Callable[[Case], list[str]]] = {
     "code": _code,
 }
 """Kinds of wrong completions by name."""
-
-
-def _written(number: Fraction) -> str:
-    return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"
 
 
 def _changed(case: Case) -> list[str]:

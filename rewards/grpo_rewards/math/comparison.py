@@ -105,7 +105,8 @@ class Judge:
         self, golds: Sequence[Sequence[Gold]], answers: Sequence[str | None]
     ) -> list[tuple[str, Gold | None]]:
         """Return `best_verdict` of every row. Short and flat answers come first, so that they get their time."""
-        rows = sorted(range(len(answers)), key=lambda row: _effort(answers[row] or ""))
+        efforts = [len(answer or "") + 40 * sum(map((answer or "").count, "^!{(\\")) for answer in answers]
+        rows = sorted(range(len(answers)), key=efforts.__getitem__)
         verdicts = {row: self.best_verdict(golds[row], answers[row]) for row in rows}
         return [verdicts[row] for row in range(len(answers))]
 
@@ -137,11 +138,6 @@ class Judge:
             if not equal:
                 return "timeout" if equal is None else "wrong"
         return "symbolic"
-
-
-def _effort(answer: str) -> int:
-    """Return a rough measure of the time that comparing an answer takes."""
-    return len(answer) + 40 * sum(map(answer.count, "^!{(\\"))
 
 
 def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:

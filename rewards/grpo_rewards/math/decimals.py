@@ -34,13 +34,18 @@ def with_point(text: str) -> str:
     """Return `text` with its decimal commas as points, and without points between groups of thousands.
 
     A number that cannot have a decimal comma (`3.5`, `1,234.50`) stays as it is, and so does a pair or an interval
-    (`(1,2)`), which is no number.
+    (`(1,2)`), which is not a number.
     """
     text = _without_latex(text)
     pairs = {match.start("numbers") for match in _PAIRED.finditer(text)}
 
     def rewritten(match: re.Match[str]) -> str:
-        return match.group() if match.start() in pairs else _number_with_point(match.group())
+        number = match.group()
+        if match.start() in pairs:
+            return number
+        if _GROUPED_BY_POINTS.fullmatch(number):
+            return number.replace(".", "").replace(",", ".")
+        return number.replace(",", ".") if _ONE_COMMA.fullmatch(number) else number
 
     return _NUMBER.sub(rewritten, text)
 
@@ -51,14 +56,6 @@ def _without_latex(text: str) -> str:
     LaTeX puts a bare comma in braces, because it sets a space behind one.
     """
     return text.replace("\\,", "\\ ").replace("{,}", ",").replace("{.}", ".")
-
-
-def _number_with_point(number: str) -> str:
-    if _GROUPED_BY_POINTS.fullmatch(number):
-        return number.replace(".", "").replace(",", ".")
-    if _ONE_COMMA.fullmatch(number):
-        return number.replace(",", ".")
-    return number
 
 
 def decimal_of(text: str) -> Decimal | Literal["ambiguous"] | None:
@@ -122,7 +119,8 @@ class DecimalMarks:
     def _contradiction(self, count: int, found: Decimal, read: Decimal) -> str | None:
         if not count:
             return None
-        parts = [f"{_golds(count)} a decimal {found}{_example(self.first_comma if found == 'comma' else None)}"]
+        golds = "1 gold has" if count == 1 else f"{count} golds have"
+        parts = [f"{golds} a decimal {found}{_example(self.first_comma if found == 'comma' else None)}"]
         if self.ambiguous:
             parts.append(self._ambiguous_part())
         return f"{', '.join(parts)}, and the reward reads a decimal {read}: set its `decimal` to {found}"
@@ -130,10 +128,6 @@ class DecimalMarks:
     def _ambiguous_part(self) -> str:
         verb = "is" if self.ambiguous == 1 else "are"
         return f"{self.ambiguous} {verb} ambiguous{_example(self.first_ambiguous)}"
-
-
-def _golds(count: int) -> str:
-    return "1 gold has" if count == 1 else f"{count} golds have"
 
 
 def _example(example: tuple[object, str] | None) -> str:

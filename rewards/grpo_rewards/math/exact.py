@@ -21,7 +21,7 @@ DECIMAL_TOLERANCE = 1e-9
 
 def contradicts(gold: Any, answer: Any) -> bool:
     """Return True if two objects that math-verify calls equal are not."""
-    from sympy import Eq, Expr, FiniteSet
+    from sympy import Eq, Expr, FiniteSet, Float
 
     if isinstance(gold, Eq) and isinstance(answer, Eq):
         return not _same_equation(gold, answer)
@@ -33,14 +33,13 @@ def contradicts(gold: Any, answer: Any) -> bool:
         others = [item for item in answer.args if isinstance(item, Eq)]
         return any(not any(_same_equation(one, other) for other in others) for one in equations)
     if isinstance(gold, Expr) and isinstance(answer, Expr):
-        return not gold.has(_decimal()) and not answer.has(_decimal()) and _differ(gold, answer)
+        if gold.has(Float) or answer.has(Float):
+            return False
+        difference = (gold - answer).doit()
+        if difference.free_symbols:
+            difference = difference.simplify()
+        return not difference.free_symbols and _is_nonzero(difference)
     return False
-
-
-def _decimal() -> Any:
-    from sympy import Float
-
-    return Float
 
 
 def _same_equation(first: Any, second: Any) -> bool:
@@ -59,21 +58,15 @@ def _same_equation(first: Any, second: Any) -> bool:
 
 def _equal(first: Any, second: Any) -> bool:
     """Return True if two sides are equal, decimals but for rounding."""
+    from sympy import Float
+
     difference = (first - second).doit()
     if difference.free_symbols:
         return bool(difference.simplify() == 0)
-    if not difference.has(_decimal()):
+    if not difference.has(Float):
         return not _is_nonzero(difference)
     largest = max(abs(side.doit().evalf(15)) for side in (first, second))
     return bool(abs(difference.evalf(15)) <= DECIMAL_TOLERANCE * largest)
-
-
-def _differ(first: Any, second: Any) -> bool:
-    """Return True if two exact values differ, or two formulas by a number other than 0."""
-    difference = (first - second).doit()
-    if difference.free_symbols:
-        difference = difference.simplify()
-    return not difference.free_symbols and _is_nonzero(difference)
 
 
 def _is_nonzero(number: Any) -> bool:

@@ -201,9 +201,9 @@ def _check_size(text: str) -> None:
     for character in text:
         depth += (character in _OPENING) - (character in _CLOSING)
         deepest = max(deepest, depth)
-    if deepest > _MAX_DEPTH or text.count("{") > 4 * _MAX_DEPTH * 2:
+    if deepest > _MAX_DEPTH or text.count("{") > 8 * _MAX_DEPTH or _tower(text) > _MAX_POWERS:
         raise TooComplex
-    if any(len(digits) > _MAX_DIGITS for digits in re.findall(r"\d+", text)) or _tower(text) > _MAX_POWERS:
+    if re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text):
         raise TooComplex
     if re.search(rf"\^\s*\{{?\s*-?(?:\d{{{_MAX_POWER_DIGITS + 1},}}|\d{{3,}}\s*!)|\d{{5,}}\s*!|!\s*!\s*!", text):
         raise TooComplex
@@ -337,7 +337,7 @@ def _is_read_whole(gold: _Formula, answer: _Formula) -> bool:
         return False
     commands = Counter(_COMMAND.findall(_ENVIRONMENT.sub(" ", answer.body))) - Counter(_COMMAND.findall(gold.body))
     others = {character for character in set(answer.body) - set(gold.body) if not character.isascii()}
-    if not commands.keys() <= _COMMANDS or not others <= _CHARACTERS or not {*"#@`"}.isdisjoint(answer.body):
+    if not commands.keys() <= _COMMANDS or not others <= _CHARACTERS or re.search("[#@`]", answer.body):
         return False
     letters = set(_letters(gold.body))
     for run in _BARE_RUN.findall(_bare(_without_name(answer.body))):
@@ -444,40 +444,33 @@ def _sides_of_equations(gold: str, answer: str) -> list[tuple[str, str]] | None:
 
 def _same_brackets(gold: str, answer: str) -> bool:
     """Return True if both hold the same tuples, intervals and sets. A bare list may be a set."""
-    if bool(RELATION.search(gold)) != bool(RELATION.search(answer)) or re.search(
-        r"\\(?:setminus|mathbb)", gold + answer
-    ):
+    differ = bool(RELATION.search(gold)) != bool(RELATION.search(answer))
+    if differ or re.search(r"\\(?:setminus|mathbb)", gold + answer):
         return True  # an inequality and an interval, or a set without brackets
     wanted, stated = _brackets(gold), _brackets(answer)
-    return wanted == stated or _with_sets(wanted) == _with_sets(stated)
-
-
-def _with_sets(groups: Counter[tuple[str, int]]) -> Counter[tuple[str, int]]:
-    """Return the groups with a list without brackets as a set."""
-    return Counter({("{}" if kind == "" else kind, commas): count for (kind, commas), count in groups.items()})
+    if wanted == stated:
+        return True
+    # A list without brackets is then taken for a set.
+    groups = [{(kind or "{}", commas): count for (kind, commas), count in side.items()} for side in (wanted, stated)]
+    return groups[0] == groups[1]
 
 
 def _brackets(text: str) -> Counter[tuple[str, int]]:
     """Count the groups that hold a comma, and all sets, by their two brackets and their number of commas."""
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if "(" not in text and "\\{" not in text else text
-    text = (
-        _CONNECTIVE.sub(",", _ENVIRONMENT.sub(" ", text))
-        .replace(";", ",")
-        .replace("\\{", "\x02")
-        .replace("\\}", "\x03")
-    )
+    text = _CONNECTIVE.sub(",", _ENVIRONMENT.sub(" ", text)).replace(";", ",")
     found: Counter[tuple[str, int]] = Counter()
-    open_groups: list[list[object]] = [["", 0]]
-    for character in text:
+    kinds, commas = [""], [0]  # of each group that is open
+    for character in text.replace("\\{", "\x02").replace("\\}", "\x03"):
         if character in "([\x02{":
-            open_groups.append([character, 0])
-        elif character in ")]\x03}" and len(open_groups) > 1:
-            kind, commas = open_groups.pop()
-            if (commas or kind == "\x02") and kind != "{":
-                name = "{}" if kind == "\x02" and character == "\x03" else f"{kind}{character}"
-                found[name, int(str(commas))] += 1
+            kinds.append(character)
+            commas.append(0)
+        elif character in ")]\x03}" and len(kinds) > 1:
+            kind, count = kinds.pop(), commas.pop()
+            if (count or kind == "\x02") and kind != "{":
+                found["{}" if kind + character == "\x02\x03" else kind + character, count] += 1
         elif character == ",":
-            open_groups[-1][1] = int(str(open_groups[-1][1])) + 1
-    if open_groups[0][1]:
-        found["", int(str(open_groups[0][1]))] += 1
+            commas[-1] += 1
+    if commas[0]:
+        found["", commas[0]] += 1
     return found

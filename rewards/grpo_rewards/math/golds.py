@@ -53,19 +53,18 @@ def gold_answer(gold: object) -> str | None:
         if answer is not None:
             return answer or None
     bare = gold.strip()
-    if not bare or (is_prose(bare) and (len(bare) > MAX_ANSWER_CHARS or not _is_final(bare))):
+    if not bare or not is_prose(bare):
+        return bare or None
+    if len(bare) > MAX_ANSWER_CHARS:
         return None
-    return bare
+    is_short = len(bare.split()) <= _MAX_WORDS_OF_TEXT and not any(map(str.isdigit, bare))
+    is_final = is_short or not {"$", "\\"}.isdisjoint(bare) or number_of_sentence(bare) is not None
+    return bare if is_final else None
 
 
 def is_prose(text: str) -> bool:
     """Return True if a text has more than five words outside its mathematics."""
     return text.count(" ") > 4 and len(_WORD.findall(_MATHS.sub(" ", text))) > _MAX_WORDS
-
-
-def _is_final(text: str) -> bool:
-    is_short = len(text.split()) <= _MAX_WORDS_OF_TEXT and not any(map(str.isdigit, text))
-    return is_short or not {"$", "\\"}.isdisjoint(text) or number_of_sentence(text) is not None
 
 
 class Gold(NamedTuple):

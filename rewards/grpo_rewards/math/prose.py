@@ -89,13 +89,14 @@ def is_foreign_measure(text: str) -> bool:
     words = text.lower().strip(" .").split()
     if not 0 < len(words) <= 2 or re.search(languages.any_word("no_unit"), text.lower()):
         return False
-    return all(word in languages.words("unit") or _is_foreign_noun(word) for word in words)
-
-
-def _is_foreign_noun(word: str) -> bool:
-    if word.isascii() or len(word) > _MAX_FOREIGN or _SYMBOL.search(word) or not CJK_NUMERALS.isdisjoint(word):
-        return False
-    return not is_denial(word) and all(unicodedata.category(character)[0] in "LM" for character in word)
+    for word in words:
+        if word in languages.words("unit"):
+            continue
+        if word.isascii() or len(word) > _MAX_FOREIGN or _SYMBOL.search(word) or not CJK_NUMERALS.isdisjoint(word):
+            return False
+        if is_denial(word) or any(unicodedata.category(character)[0] not in "LM" for character in word):
+            return False
+    return True
 
 
 _SYMBOL = re.compile(r"[\u0370-\u03ff\u2000-\u2bff\U0001d400-\U0001d7ff]|\A[\u0080-\u04ff]\Z")  # π is no noun
@@ -248,10 +249,8 @@ def stated_quantity(text: str) -> str | None:
     if not any(map(str.isalpha, text)) or _DOUBTFUL_PHRASE.search(text) or not CJK_NUMERALS.isdisjoint(text):
         return None
     tokens = _tokens(text)
-    if not tokens:
-        return None
-    quantities = _quantities(tokens)
-    if len(quantities) > _MAX_NUMBERS:
+    quantities = _quantities(tokens or ())
+    if not tokens or len(quantities) > _MAX_NUMBERS:
         return None
     stated = quantities[0] if len(quantities) == 1 else _set_off(tokens, quantities)
     if stated is None or stated.text is None or _in_doubt(tokens, stated) or _governed(tokens, stated):
@@ -359,16 +358,15 @@ def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quan
         if {token.lower for token in tokens[left.end : right.start]} <= _JOINERS:
             return None
     for other in quantities:
-        if other.start > answer.start and not _is_circumstance(tokens, answer, other):
+        between = tokens[answer.end : other.start]
+        words, pause = (
+            {token.lower for token in between},
+            any(token.pause for token in (tokens[answer.end - 1], *between)),
+        )
+        if other.start > answer.start and (pause or words.isdisjoint(_CIRCUMSTANCES) or words & _NEW_CLAUSE):
             return None
     # In "17 + 1 = **18**" the number is the result of a calculation that may be wrong.
     return None if any(token.lower == "=" for token in tokens) else answer
-
-
-def _is_circumstance(tokens: Sequence[_Token], answer: _Quantity, other: _Quantity) -> bool:
-    between = {token.lower for token in tokens[answer.end : other.start]}
-    pause = any(token.pause for token in tokens[answer.end - 1 : other.start])
-    return not pause and not between.isdisjoint(_CIRCUMSTANCES) and between.isdisjoint(_NEW_CLAUSE)
 
 
 def _in_doubt(tokens: Sequence[_Token], stated: _Quantity) -> bool:
@@ -412,7 +410,7 @@ def _is_statement(tokens: Sequence[_Token], stated: _Quantity) -> bool:
     A verb, a preposition or a pause stands before the number, or the number is the subject of a verb. A word that is
     none of these is a label ("page 18") or another language ("Sie hat 18").
     """
-    if any(not _is_latin(token.text) for token in tokens):
+    if any(character >= "\u0250" for token in tokens for character in token.text):  # not Latin
         return False
     position = stated.start - 1
     while position >= 0 and tokens[position].lower in _FILLERS and not tokens[position].pause:
@@ -441,7 +439,8 @@ def _is_subject(tokens: Sequence[_Token], stated: _Quantity) -> bool:
             continue
         following = "".join(words[position + 1 : position + 2])
         if word in _COPULAS:
-            return not following or following in _PREDICATES or _is_participle(following) or is_plural(following)
+            is_participle = _is_past(following) or following.endswith("ing")
+            return not following or following in _PREDICATES or is_participle or is_plural(following)
         if _is_past(word) or (word in _VERBS and not is_measure(words[: position + 1])):
             return True
     return False
@@ -454,19 +453,12 @@ def _introduces(tokens: Sequence[_Token]) -> bool:
     pairs = zip(["", *(token.lower for token in tokens)], tokens, strict=False)
     if any(_is_verb(token.lower, previous) for previous, token in pairs):
         return True
-    for token in tokens:
-        known = _FILLERS | _BEFORE_NUMBER
-        if token.lower not in known and not is_quantity(token.lower) and not is_measure([token.lower]):
-            return False
-    return True
+    words = {token.lower for token in tokens} - _FILLERS - _BEFORE_NUMBER
+    return all(is_quantity(word) or is_measure([word]) for word in words)
 
 
 def _is_past(word: str) -> bool:
     return word in _PAST_VERBS or (word.endswith("ed") and word.isascii())
-
-
-def _is_participle(word: str) -> bool:
-    return _is_past(word) or word.endswith("ing")
 
 
 def _is_verb(word: str, previous: str) -> bool:
@@ -478,10 +470,6 @@ def _is_verb(word: str, previous: str) -> bool:
     if word in _VERBS or previous in _BEFORE_VERB:
         return True
     return is_plural(word) or is_plural(previous) or word.endswith("ing")
-
-
-def _is_latin(text: str) -> bool:
-    return all(character < "\u0250" for character in text)
 
 
 def _governor(tokens: Sequence[_Token], quantity: _Quantity) -> tuple[str, str]:

@@ -66,14 +66,8 @@ def die_with_parent() -> None:
 
 # --- Namespaces ---
 
-_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = (
-    0x00020000,
-    0x04000000,
-    0x08000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 NOBODY = 65534
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
 _MNT_DETACH = 2
@@ -209,25 +203,25 @@ _CLONE3 = 435
 _REFUSED_EVERYWHERE = (425, 428, 429, 430, 438, 442, 447, 452)
 _REFUSED: Mapping[str, Mapping[str, int]] = {
     "x86_64": {
-        **{"socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "memfd_create": 319},
-        **{"mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308},
-        **{"bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "open_by_handle_at": 304},
-        **{"add_key": 248, "request_key": 249, "keyctl": 250},
+        "socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "memfd_create": 319,
+        "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
+        "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "open_by_handle_at": 304,
+        "add_key": 248, "request_key": 249, "keyctl": 250,
         # Memory that no process owns.
-        **{"shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
+        "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240,
         # Changes of files that Landlock does not know.
-        **{"chmod": 90, "fchmodat": 268, "chown": 92, "lchown": 94, "fchownat": 260},
-        **{"utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189},
+        "chmod": 90, "fchmodat": 268, "chown": 92, "lchown": 94, "fchownat": 260,
+        "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189,
     },
     "aarch64": {
-        **{"socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "memfd_create": 279},
-        **{"mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268},
-        **{"bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "open_by_handle_at": 265},
-        **{"add_key": 217, "request_key": 218, "keyctl": 219},
-        **{"shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180},
-        **{"fchmodat": 53, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6},
+        "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "memfd_create": 279,
+        "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268,
+        "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "open_by_handle_at": 265,
+        "add_key": 217, "request_key": 218, "keyctl": 219,
+        "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180,
+        "fchmodat": 53, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6,
     },
-}
+}  # fmt: skip
 
 
 def refuse_system_calls() -> None:

@@ -106,11 +106,9 @@ def run(
     limits = limits or Limits()
     folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
     try:
-        request = {
-            **{"program": program, "stdin": stdin, "folder": folder, "mechanisms": list(mechanisms)},
-            "limits": asdict(limits),
-        }
-        reply = _ask_supervisor(json.dumps(request), limits.wall_seconds + _GRACE_SECONDS)
+        request = {"program": program, "stdin": stdin, "folder": folder, "mechanisms": list(mechanisms)}
+        request_text = json.dumps({**request, "limits": asdict(limits)})
+        reply = _ask_supervisor(request_text, limits.wall_seconds + _GRACE_SECONDS)
     finally:
         _remove(folder)
     if "error" in reply:

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_rewards import languages
 from grpo_rewards.choice_questions import ARTICLE, Choices, cleaned_text, end_of, key_of, listed
 from grpo_rewards.claims import is_denied
-from grpo_rewards.math.phrases import word_set
+from grpo_rewards.vocabulary import words_of
 
 _INTRODUCTION = re.compile(
     r"""(?: (?:so|thus|hence|therefore|then|ok|okay|well|finally|clearly|in\ conclusion|overall) \b,?\ )*
@@ -76,9 +76,7 @@ _CORRECTION = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 # Words before which "A" or "I" is a letter. Before any other word it is an article or a pronoun.
-_AFTER_LETTER = word_set("""
-    is isn seems must was are or and nor to through but not with because since than rather instead over vs versus
-""")
+_AFTER_LETTER = words_of("choices.after_letter")
 
 
 def read_gold(gold: Any, choices: Choices, form: str = "auto") -> str | None:

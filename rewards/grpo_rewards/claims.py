@@ -9,47 +9,23 @@ from __future__ import annotations
 
 import re
 
-from grpo_rewards.math.phrases import word_set
+from grpo_rewards.vocabulary import word_set, words_of
 
 CLAUSE_CHARS = 200
 """Number of characters on each side of a claim that are read."""
 
 # Negations, and words for "wrong", of frequent languages other than English. An answer that holds one is denied.
-_NEGATIONS = word_set("""
-    nicht kein keine keinen niemals nie weder nein pas jamais aucun aucune ni non nunca jamás ningún ninguna tampoco
-    não nao nenhum nenhuma né mai nessun nessuna niet geen nooit nee inte aldrig ikke ikkje aldri ingen nej nei ei eikä
-    nigdy není nejsou nem soha nu niciodată не ні нет нет никогда нельзя değil hiçbir yok hayır asla bukan tidak tak
-    không chẳng hindi δεν όχι ποτέ לא אינו ليس لا ليست نہیں नहीं মা না ไม่
-""")
-_WRONG = word_set("""
-    falsch unrichtig inkorrekt faux fausse incorrecte erroné errado errada falso falsa incorrecto incorrecta incorreto
-    equivocado equivocada sbagliato sbagliata errato scorretto fout onjuist verkeerd felaktigt fel forkert feil väärin
-    błędne błędna nieprawda źle fałsz špatně chybně rossz hibás greșit неверно неверный неверна неправильно ошибка
-    yanlış hatalı salah keliru sai λάθος שגוי خطأ غلط गलत ผิด
-""")
+_NEGATIONS = words_of("claims.negations")
+_WRONG = words_of("claims.wrong")
 # Chinese, Japanese and Korean join words without spaces, so these are searched within a text.
-_JOINED = word_set("""
-    不是 并非 不等于 不可能 不对 不正确 不會 错 錯 误 誤 ない ません 間違 違う 아니 아닌 아님 틀렸 틀린 틀림 아닙
-""")
+_JOINED = words_of("claims.joined")
 
 
 # Words that call an answer wrong.
-_DENYING = word_set("""
-    wrong incorrect false untrue invalid mistaken impossible absurd nonsense bogus fake rubbish void contradiction
-    nope nah lie myth mistake error erroneous inaccurate excluded eliminated discarded dismissed rejected refuted ruled
-    disproved retracted withdrawn unlikely improbable doubtful tempting contradicts fails
-""")
+_DENYING = words_of("claims.denying")
 # Words that leave a claim to somebody else, to chance or to a hypothesis.
-_UNSURE = word_set("""
-    not cannot never hardly nobody nothing few fool naive no-one
-    perhaps maybe might may could possibly probably presumably conceivably supposedly allegedly reportedly
-    hypothetically guess guesses guessed suppose supposing assume assuming hypothesis imagine pretend rumor rumour if
-    unless whether unsure doubt doubts doubted deny denies reject rejects refute refutes refuse refuses disagree exclude
-    eliminate discard consider considered
-""")
-_ADVERBS_OF_SENTENCE = word_set("""
-    supposedly allegedly reportedly hopefully perhaps maybe possibly probably presumably hypothetically unless unsure
-""")
+_UNSURE = words_of("claims.unsure")
+_ADVERBS_OF_SENTENCE = words_of("claims.adverbs_of_sentence")
 _CONTRACTED_NOT = re.compile(r"\w+n't")
 _SAYING = word_set(
     "say says said think thinks thought claim claims claimed argue argues believe believes suggest suggests"
@@ -66,29 +42,16 @@ _PAIRS = {
 }  # fmt: skip
 _SELF = word_set("i we i'd we'd i'll i'm")
 # Words between a denial and what it denies: "not the final answer", "is certainly wrong", "ist nicht".
-_PASSED_OVER = word_set("""
-    be been is was were are would will must can has have equal equals to the a an my our it this that first clearly
-    obviously definitely certainly simply just also really quite actually even therefore so correct right final answer
-    solution result value number possible numerical only
-    es é è est ist sind sein ser será este jest er är on le el la das die der antwort réponse respuesta resposta
-    risposta ответ это 이 가 은 는 は が
-""")
+_PASSED_OVER = words_of("claims.passed_over")
 # Words that, directly before an answer, bound it or calculate with it: "more than 18", "twice 18".
-_BOUNDS = word_set("""
-    about around approximately roughly nearly almost approx than least most under over above below between either
-    neither nor twice double half beyond except besides minus close example e.g eg format
-""")
+_BOUNDS = words_of("claims.bounds")
 _RELATED_TO = word_set("of than before after twice half double")
 _WORD = re.compile(r"[^\W_]+(?:['\u2019.][^\W\d_]+)*")
 _SENTENCE_MARK = re.compile(r"\n|[.!?;](?!\w)")
 _CLAUSE_MARK = re.compile(r"\n|[.!?;](?!\w)|,(?=\s)|\b(?:so|thus|hence|therefore)\b", re.IGNORECASE)
 
 # Adjectives that leave "the ... answer" the final one. Any other makes it another answer: "the tempting answer".
-_OWN = word_set("""
-    final correct right true actual numerical numeric exact only sole unique simplified simplest total complete full
-    short best better desired required overall ultimate definitive possible most likely plausible appropriate suitable
-    accurate chosen selected resulting integer decimal closest multiple choice and
-""")
+_OWN = words_of("claims.own")
 _DETERMINERS = word_set("the a an my our your his her their another one")
 _OTHERS = word_set("your his her their another")
 _ONE_OF_SEVERAL = word_set("possible plausible common likely")

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.reward import Kind, Scored, TaggedReward, check_choice
 from grpo_rewards.strict import parse_json
+from grpo_rewards.vocabulary import words_of
 
 Check = Callable[..., bool]
 """Function that returns True if a text follows an instruction, whose arguments it takes by keyword."""
@@ -232,11 +233,7 @@ def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
 
 _OPENING = "\"'“‘([{*_"
 _CLOSING = "\"'”’)]}*_"
-_ABBREVIATIONS = """
-    mr mrs ms dr prof rev gen col sgt capt lt gov sen rep st mt jr sr inc ltd co corp vs etc e.g i.e eg ie cf al fig no
-    vol ed approx dept est a.m p.m u.s u.k u.n jan feb mar apr jun jul aug sep sept oct nov dec
-"""
-_ABBREVIATED = frozenset(_ABBREVIATIONS.split())
+_ABBREVIATED = words_of("ifeval.abbreviations")
 
 
 def count_sentences(text: str) -> int:

@@ -452,7 +452,7 @@ def _tests(text: str, setup: Sequence[str], entry_point: str) -> Tests:
             raise ValueError(f"tests of more than {MAX_CHARS:,} characters")
         return tuple(read_assertions(*setup, *entries, entry_point=entry_point))
     pairs = []
-    for entry in entries if isinstance(entries, list) else [entries]:
+    for entry in entries if isinstance(entries, list) else [None]:
         texts = [entry.get(key) for key in ("input", "output")] if isinstance(entry, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("tests that are neither all assertions nor all pairs {input, output} of strings")

@@ -124,7 +124,7 @@ def question_of(
         number: number of the row in its file.
         columns: columns of the row.
         gold_column: name of the column with the gold.
-        solution_column: name of the column with a right answer, for a reward whose gold is something else, such as tests.
+        solution_column: name of the column with a right answer, for a reward whose gold is not one, such as tests.
         right_column: name of the column with a right completion or answer, for a reward that verifies.
     """
     prompt = next((prompt_text(columns[name]) for name in PROMPT_COLUMNS if columns.get(name)), "")

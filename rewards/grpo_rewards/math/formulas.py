@@ -13,11 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from grpo_rewards.math.kinds import kind_of, pairs_of
-from grpo_rewards.math.phrases import word_set
 from grpo_rewards.math.prose import is_doubt
 from grpo_rewards.math.sets import INTERVAL, RELATION, condition_of, interval_of, with_both_signs
 from grpo_rewards.math.spellings import FUNCTIONS, respelled, squeezed
 from grpo_rewards.math.units import are_opposed, is_unit, stated_units, units_differ
+from grpo_rewards.vocabulary import words_of
 
 
 class TooComplex(Exception):
@@ -42,13 +42,7 @@ _BARE_RUN = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{([a-zA-Z]*\*?)\}(?:\{[lcr|]*\})?")
 # Commands that math-verify reads, or that change nothing. The answer may hold another only if the gold holds it too.
-_COMMANDS = FUNCTIONS | word_set("""
-    frac binom dbinom tbinom cdot times div pm mp le leq leqslant ge geq geqslant lt gt ne neq in infty cup cap
-    emptyset varnothing lfloor rfloor lceil rceil lvert rvert vert mid sum prod int lim to arcsec arccsc arccot
-    alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon
-    phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell mathbb mathbf det
-    text ldots setminus langle rangle angle triangle overline
-""")
+_COMMANDS = FUNCTIONS | words_of("formulas.commands")
 _CHARACTERS = frozenset("+-*/^_=<>()[]{}|,.;:!&\\ '°%×÷·αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ\n\t")
 _BASED = re.compile(r"\d\s*\}?\s*_")
 # A name that an equation gives a value to: `x`, `x_1`, `y'`, `f(x)`, `\theta`, `\frac{dy}{dx}`, `|AB|`, `P(X = 1)`.

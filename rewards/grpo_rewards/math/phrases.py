@@ -12,55 +12,28 @@ from collections.abc import Sequence
 
 from grpo_rewards import languages
 from grpo_rewards.math.units import is_unit
-
-
-def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text, split at white space."""
-    return frozenset(text.split())
-
+from grpo_rewards.vocabulary import word_set, words_of
 
 UNIT_LETTERS = frozenset("mghslLKCFAVWJN")
 """Letters that are units. Any other single letter is a variable, or a constant such as pi."""
 
 # Plurals without an "s". Those of other languages are in `languages.yaml`.
-_NOUNS = word_set("""
-    people children men women feet teeth mice geese sheep fish deer cattle dice staff data money salmon shrimp aircraft
-""")
+_NOUNS = words_of("phrases.nouns")
 _PLURAL = re.compile(r"[^\W\d_]{2,}(?<!s)(?<!u)(?<!i)s", re.ASCII)
-_NO_PLURALS = word_set("""
-    as has was does yes this thus plus minus less unless besides versus always perhaps sometimes across towards
-    afterwards its his hers ours theirs yours lies
-    des les las los dos es pas mas moins menos jamais mais dans sans nichts als falls quizas apenas
-""")
+_NO_PLURALS = words_of("phrases.no_plurals")
 # Words that may follow a number or a unit, alone or with others, and add nothing to it.
-_ADDITIONS = word_set("""
-    left remaining remain total altogether overall combined more each apiece extra additional again longer older younger
-    taller shorter heavier lighter farther further faster wider deeper higher old long high tall wide deep away apart
-    ago later today tomorrow now only exactly precisely together profit change savings revenue income free net gross
-    ones one way worth
-""")
+_ADDITIONS = words_of("phrases.additions")
 # Words between a unit and a phrase that may hold any words: "18 pounds of flour", "18 students who walk to school".
-_LINKS = word_set("""
-    of for in on at from with by during after before per a an each every who that which to the her his its their as
-""")
+_LINKS = words_of("phrases.links")
 # Links that may follow a bare number, and the words that they may lead to: "18 per day", "18 of them", "18 in total".
 _REFERENTS = _ADDITIONS | word_set("them these those all the her his its their average a an each every")
 _MOST_MODIFIERS = 3
 _NO_MODIFIERS = word_set("i you he she it we they my your our mine me us them")
 # Words that make an answer another one than the final one: "old answer: 18".
-_OTHER_ANSWERS = word_set("""
-    previous prior earlier old older former ex first initial original example sample alternative another other
-    student's user's
-""")
+_OTHER_ANSWERS = words_of("phrases.other_answers")
 
 # Names of quantities and of answers, in front of a colon: "Total cost: 18".
-_QUANTITIES = word_set("""
-    answer answers ans result solution total sum value number count amount quantity cost price fee bill payment profit
-    gain revenue income salary wage pay earnings savings balance change tax tip discount budget interest distance length
-    width height depth area perimeter circumference volume radius diameter weight mass speed rate time duration age
-    average mean median mode difference remainder quotient product ratio percentage percent share score output
-    probability angle temperature population capacity size left remaining final conclusion
-""")
+_QUANTITIES = words_of("phrases.quantities")
 
 
 def is_plural(word: str) -> bool:

@@ -19,13 +19,10 @@ from itertools import pairwise
 
 from grpo_rewards import languages
 from grpo_rewards.claims import is_denial
-from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure, is_plural, is_quantity, word_set
+from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure, is_plural, is_quantity
+from grpo_rewards.vocabulary import section, word_set, words_of
 
-_NUMERALS = """
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
-"""
-SMALL = dict(zip(_NUMERALS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+SMALL = dict(zip(section("prose.numerals").split(), [*range(20), *range(20, 100, 10)], strict=True))
 SCALES = {"k": 10**3, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 CJK_NUMERALS = frozenset("〇一二三四五六七八九十百千万萬億亿兆")
 
@@ -34,31 +31,8 @@ TAIL_WORDS = word_set("ish odd something some tops below plus minus point square
 # Words that are no unit after "18" but put nothing in doubt elsewhere in a sentence.
 NO_UNITS = TAIL_WORDS | word_set("and to over is are was isn both am pm")
 
-_DOUBTS = word_set("""
-    no not non nor never none neither nobody nothing nowhere cannot without barely hardly scarcely wrong false untrue
-    invalid unable instead rather unlike oops sorry correction scratch hmm deny denies denied reject rejects rejected
-    except excluding
-    or either else otherwise whether if unless let depending but however though although alternatively respectively
-    versus vs
-    perhaps maybe might may could think thinks thought thinking idk dunno say says said saying hope hopes hoping
-    hopefully sure unsure confident fairly pretty unclear unknown feel feels looks sounds somewhere somewhat something
-    slightly ballpark ish bit nearly almost practically virtually roughly approx loosely basically essentially
-    circa ca kidding joking rounded rounding closer closest nearest usually typically generally normally sometimes
-    mostly largely partly theoretically ideally conceivably arguably ostensibly reportedly technically
-    than least most min max minimum maximum exceed exceeds exceeding surpass surpasses range ranges ranging vary varies
-    upward upwards tops bounded capped approaches nears hovers bound
-    plus squared cubed factorial mod modulo sqrt
-    nope nah untrue void bogus fake nonsense rubbish hypothetically pseudo quasi jk psych lie lies lied trap decoy
-    distractor undefined undetermined unverified unconfirmed unproven crossed struck deleted ruled
-""")
-_DOUBTFUL_STEMS = tuple(
-    word_set("""
-    approximat estimat guess suppos assum presum believ doubt uncertain incorrect mistak erron error inaccura imposs
-    possib probabl improbab likel unlikel seem appear apparent reckon suspect wonder imagin predict expect claim alleg
-    potential tentativ suggest fail speculat hypothe conjectur retract withdr refut disprov discard eliminat invalid
-    debunk exclud pretend alleg rumor rumour
-""")
-)
+_DOUBTS = words_of("prose.doubts")
+_DOUBTFUL_STEMS = tuple(words_of("prose.doubtful_stems"))
 _CONTRACTED_NOT = re.compile(r"\w+n't|(?:is|are|was|were|do|does|did|has|have|had|ca|wo|could|should|would|must)nt")
 _VAGUE_NUMBER = re.compile(
     r"half|halved?|halves|quarter|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred"
@@ -137,62 +111,25 @@ _DOUBTFUL_PHRASE = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 # Words that may stand between a number and its governor: "about a total of 18", "over the next 18 days".
-_FILLERS = word_set("""
-    a an the this that her his its their our your my just only exactly precisely another additional extra full whole
-    entire total grand combined net average of sum amount usd eur gbp us rs ¤
-""")
+_FILLERS = words_of("prose.fillers")
 # Verbs that may stand directly before a number although they have no ending: "sold 18", "they have 18".
-_PAST_VERBS = word_set("""
-    ate became began bought brought built caught chose came cost cut did drank drew drove fed felt fell found flew gave
-    got grew had held heard kept knew laid left lent lost made met paid put ran read rode rose said saw sent set shot
-    sang sat slept sold spent stood stole swam swept took taught threw told understood was were woke wore won wrote
-    spun dug hit let split spread bet beat given eaten drawn driven written taken seen grown known worn thrown shown
-    ridden flown broken drunk chosen gone done born quit went wrote lay
-""")
-_VERBS = word_set("""
-    is are be been am being has have having do does equals = add buy bring build carry catch charge collect contain
-    count cover deliver drink drive earn eat finish fit gain get give grow hold keep leave lose lay make measure need
-    owe own pack pay plant play produce receive raise remain run save sell send serve share spend stay take total travel
-    use visit walk want wash watch weigh win work write owes like can will must
-""")
-_BEFORE_VERB = word_set("""
-    i you he she it we they who which that there to will would can must shall should did does do and both all them us
-    him her 'll
-""")
+_PAST_VERBS = words_of("prose.past_verbs")
+_VERBS = words_of("prose.verbs")
+_BEFORE_VERB = words_of("prose.before_verb")
 # Words that, without being a verb, may stand directly before the number of a sentence.
-_BEFORE_NUMBER = word_set("""
-    to in into at for with by of on during after from and so then but leaving every each all both therefore thus hence
-    now still also simply clearly currently indeed already finally overall altogether
-""")
+_BEFORE_NUMBER = words_of("prose.before_number")
 _PARTICLES = word_set("up back away down together")
 # Words that a statement about a number may start with: "18 is the total", "18 is what she paid".
-_PREDICATES = word_set("""
-    the his her their its our my your what how left remaining needed correct right in on at for all still now also there
-""")
+_PREDICATES = words_of("prose.predicates")
 _COPULAS = word_set("is are was were remain remains remained")
 # Words that, governing a number, bound, approximate, calculate with or label it: "over 18", "times 18", "step 18".
-_GOVERNORS = word_set("""
-    about around over under above below beneath beyond past near within toward towards against until till before per
-    like much quite some any from out times between max min less more fewer greater larger smaller bigger higher lower
-    besides beside as versus pi minus negative good easily
-    step part question problem option choice case section chapter equation eq figure fig table example method line note
-    item exercise page pages row column room bus level grade verse volume version chapter age aged no day year week hour
-    month street floor gate lane route highway size type class league episode season track level stage round lap id
-""")
+_GOVERNORS = words_of("prose.governors")
 # Words that make a number a date: "18 of March", "March 18".
-_MONTHS = word_set("""
-    january february march april may june july august september october november december jan feb mar apr jun jul aug
-    sep sept oct nov dec
-""")
+_MONTHS = words_of("prose.months")
 # Words X for which "the X of 18" is 18. For any other X it is something else, made of 18.
 _TOTALS = word_set("total sum amount")
 # Words X for which "X of 18" is something else, with or without "the".
-_MADE_OF = word_set("""
-    root square cube multiple multiples factor factors divisor divisors digit digits opposite inverse reciprocal power
-    fraction part parts percentage percent portion share all rest short shy ahead front one each every many few
-    several margin order vicinity neighborhood neighbourhood region north south east west excess kind sort log
-    logarithm max min top
-""")
+_MADE_OF = words_of("prose.made_of")
 _BOUND_TO = word_set("next prior similar compared relative added opposed contrary limited restricted close")
 _BOUND_BY = word_set("divided multiplied off")
 _ONE_AS_PRONOUN = (

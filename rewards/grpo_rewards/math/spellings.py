@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from grpo_rewards.math.phrases import word_set
+from grpo_rewards.vocabulary import word_set
 
 FUNCTIONS = word_set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi max min gcd lcm")
 """Names of functions and constants that are LaTeX commands, or are read as such."""

@@ -8,27 +8,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-_ALIASES = """
-    m meter meters metre metres | cm centimeter centimeters centimetre centimetres
-    mm millimeter millimeters millimetre millimetres | km kilometer kilometers kilometre kilometres
-    in inch inches | ft foot feet | yd yard yards | mi mile miles | nm nanometer nanometers
-    g gram grams gramme grammes | kg kilogram kilograms kilo kilos | mg milligram milligrams | t ton tons tonne tonnes
-    lb lbs | oz ounce ounces | s sec secs second seconds | min mins minute minutes | h hr hrs hour hours
-    ms millisecond milliseconds | day days | week weeks | month months | yr yrs year years | decade decades
-    century centuries
-    l liter liters litre litres | ml milliliter milliliters millilitre millilitres | gal gallon gallons
-    qt quart quarts | pt pint pints | cup cups | tbsp tablespoon tablespoons | tsp teaspoon teaspoons
-    acre acres | hectare hectares ha | deg degree degrees ° | rad rads radian radians | gradian gradians
-    celsius °c | fahrenheit °f | kelvin kelvins | % percent percentage pct | dollar dollars usd buck bucks
-    cent cents ¢ | euro euros eur | gbp sterling | yen jpy | rupee rupees inr | dime dimes | nickel nickels
-    penny pennies | n newton newtons | j joule joules | kj kilojoule kilojoules | w watt watts | kw kilowatt kilowatts
-    v volt volts | pa pascal pascals | hz hertz | mol mole moles | cal calorie calories | kcal kilocalorie kilocalories
-    mph | kph kmh | knot knots | bit bits | byte bytes | kb kilobyte kilobytes | mb megabyte megabytes
-    gb gigabyte gigabytes | unit units | pound pounds | cad | aud | chf | cny yuan rmb | krw won | baht | rand
-    dozen dozens | sqft
-"""
+from grpo_rewards.vocabulary import section
+
 _CANONICAL: dict[str, str] = {}
-for _group in re.split(r"[|\n]", _ALIASES):
+for _group in re.split(r"[|\n]", section("units.aliases")):
     for _alias in _group.split():
         _CANONICAL[_alias] = _group.split()[0]
 
@@ -39,13 +22,8 @@ _CURRENCY = re.compile(r"\\\$|[€£¥₹]|\A\s*\$(?=\s*\d[^$]*\Z)")
 _CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 _SAME_CURRENCY = {"gbp": "pound", "cny": "yen"}  # ¥ is the sign of both the yen and the yuan
 _COMPOUND = {"mph": ("mi", "h"), "kph": ("km", "h")}
-_OPPOSITES = """
-    loss | profit gain; increase | decrease; rise | fall drop; clockwise | counterclockwise anticlockwise
-    left | right; up | down; above | below; north | south; east | west; before | after; am | pm
-    more | less fewer; faster | slower; older | younger; taller | shorter; inside | outside; win | lose; odd | even
-"""
 _SIDE_OF_PAIR: dict[str, tuple[int, int]] = {}
-for _pair, _text in enumerate(re.split(r"[;\n]", _OPPOSITES)):
+for _pair, _text in enumerate(re.split(r"[;\n]", section("units.opposites"))):
     for _side, _words in enumerate(_text.split("|")):
         _SIDE_OF_PAIR.update((_word, (_pair, _side)) for _word in _words.split())
 _PART = re.compile(r"°\s*[CF](?![a-zA-Z])|[^\W\d_]+|[°%¢]|\^\{?-?\d\}?")

@@ -34,10 +34,10 @@ from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.process.signals import INTERRUPTED, NOTHING_DONE
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.startup import prepare_libraries
-from grpo_rewards.terminal import Parser, lasting_output, say, say_error, show, visible_messages
+from grpo_rewards.terminal import CommandParser, lasting_output, say, say_error, show, visible_messages
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[Parser]
+    Commands = argparse._SubParsersAction[CommandParser]
 
 DESCRIPTION = "GRPO training from a recipe: plan it, run it, evaluate its policy, diagnose the run."
 EPILOG = """`grpo-recipes COMMAND --help` describes a command,
@@ -77,9 +77,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 @cache
-def _parser() -> tuple[Parser, Commands]:
+def _parser() -> tuple[CommandParser, Commands]:
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="grpo-recipes", description=DESCRIPTION, epilog=EPILOG, formatter_class=form)
+    parser = CommandParser(prog="grpo-recipes", description=DESCRIPTION, epilog=EPILOG, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     first = (_add_init, _add_plan, _add_preview, _add_train)

@@ -258,8 +258,11 @@ class _Reader:
             return
         # Without any other name, the program itself defines a function of such a name: `assert sum(10, 15) == 6`.
         functions = FUNCTIONS if names - {"math", *FUNCTIONS, *self._literals} else {}
-        literals = self._insertable(test)
-        splitter = _Splitter(functions, literals, self._others)
+        for node in ast.walk(test):
+            if isinstance(node, ast.Name) and node.id in self._literals:
+                self._left -= self._sizes[node.id]
+        # No literals to compare with if their names occur too often.
+        splitter = _Splitter(functions, self._literals if self._left > 0 else {}, self._others)
         try:
             judgement = splitter.split(test)
         except AssertionForm as reason:
@@ -294,13 +297,6 @@ class _Reader:
         if not self._is_plain(statement):
             self._others |= stored | (names & self._named)
         self._named |= stored
-
-    def _insertable(self, test: ast.expr) -> Mapping[str, ast.expr]:
-        """Return the literals that an assertion may compare with, or none if their names occur too often."""
-        for node in ast.walk(test):
-            if isinstance(node, ast.Name) and node.id in self._literals:
-                self._left -= self._sizes[node.id]
-        return self._literals if self._left > 0 else {}
 
     def _show(self, names: set[str]) -> None:
         """Let the program read the literals of these names. From then on it may change them, so they are its values."""

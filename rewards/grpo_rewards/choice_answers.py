@@ -284,7 +284,7 @@ def named_alone(sentence: str, choices: Choices) -> str | None:
 
     Hedges and alternatives of all languages can't be listed, so any other word leaves the choice unnamed.
     """
-    frame, reason = _frame_of_choice(), reasons().search(sentence)
+    frame, reason = _frame_of_choice(), re.search(languages.any_word("because"), sentence, re.IGNORECASE)
     for said in (sentence, sentence[: reason.start()] if reason else ""):
         bare = frame.sub("", said.strip(" .,;:!"))
         for text in (said, bare):
@@ -308,12 +308,6 @@ def _frame_of_choice() -> re.Pattern[str]:
     nouns, ends = languages.any_word("choice"), languages.any_word("end")
     article = r"(?:(?:la|el|die|a|o)\s|l['\u2019])?"
     return re.compile(rf"\A{article}{nouns}\s?(?=\W|[A-Z]\b|\d)|\s?{ends}\Z", re.IGNORECASE)
-
-
-@lru_cache(maxsize=1)
-def reasons() -> re.Pattern[str]:
-    """Return the pattern of "because" in languages other than English."""
-    return re.compile(languages.any_word("because"), re.IGNORECASE)
 
 
 def letters_in(text: str, choices: Choices) -> set[str]:

@@ -10,7 +10,7 @@ import unicodedata
 from collections import deque
 
 from grpo_rewards import languages
-from grpo_rewards.choice_answers import after_text, leading, letters_in, mentioned, named_alone, named_choice, reasons
+from grpo_rewards.choice_answers import after_text, leading, letters_in, mentioned, named_alone, named_choice
 from grpo_rewards.choice_questions import Choices, cleaned_text
 from grpo_rewards.claims import is_denial, is_retraction, is_unclaimed
 
@@ -116,7 +116,7 @@ def _taken_back_elsewhere(following: str, label: str, choices: Choices) -> bool:
     words = _SENTENCE_END.split(line)[0].casefold().replace(",", " ").split()
     if not words or len(words) > _MAX_CORRECTION_WORDS or sum(map(len, words)) > _MAX_CORRECTION_CHARS:
         return False
-    if reasons().match(line):
+    if re.match(languages.any_word("because"), line, re.IGNORECASE):
         return False
     others = letters_in(line, choices) - {label}
     # A line that starts with another letter is about that choice: "D. no es correcta".

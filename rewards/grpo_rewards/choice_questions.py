@@ -189,10 +189,7 @@ def _label_and_text(value: Any) -> list[tuple[Any, Any]]:
         return [(label, text) for label, text in value.items() if text is not None]
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > len(_LETTERS_ALONE):
         return []
-    labelled = []
-    for text in value:
-        if isinstance(text, str) and (match := _LABELLED.match(text)):
-            labelled.append((match[1], match[2]))
+    labelled = [match.groups() for text in value if isinstance(text, str) and (match := _LABELLED.match(text))]
     # Exactly the first letters, so that names with initials ("I. Newton", "M. Curie") stay names.
     if sorted(label.upper() for label, _ in labelled) == list(_LETTERS_ALONE[: len(value)]):
         return labelled

@@ -232,10 +232,8 @@ def _is_predicated(after: str) -> bool:
     end = _SENTENCE_MARK.search(after, start)
     clause = re.split(r",(?=\s)", after[start : end.start() if end else len(after)])[0]
     words = _words(re.sub(r"\\[a-zA-Z]+", " ", clause))
-    position = 0
-    while position < len(words) and words[position] in _PASSED_OVER:
-        position += 1
-    if position == len(words):
+    position = next((index for index, word in enumerate(words) if word not in _PASSED_OVER), None)
+    if position is None:
         return False
     word = words[position]
     if word in _DENYING and words[position + 1 : position + 2] == ["as"]:  # "Unlikely as it sounds"
@@ -261,7 +259,5 @@ def _words(text: str) -> list[str]:
 
 def _last(text: str, mark: re.Pattern[str]) -> str:
     """Return the text behind the last match of a mark."""
-    start = 0
-    for match in mark.finditer(text):
-        start = match.end()
-    return text[start:]
+    ends = [match.end() for match in mark.finditer(text)]
+    return text[ends[-1] :] if ends else text

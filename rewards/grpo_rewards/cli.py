@@ -12,7 +12,7 @@ import statistics
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from grpo_rewards.registry import REGISTERED, build_rewards, missing_package, re
 from grpo_rewards.startup import prepare_libraries
 from grpo_rewards.terminal import (
     Cell,
-    Parser,
+    CommandParser,
     Part,
     Table,
     lasting_output,
@@ -44,7 +44,7 @@ _MOST_LINES = 20
 _BINS = 8
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """Row of a file, with its number from 1."""
 
     number: int
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="grpo-rewards", description=__doc__)
+    parser = CommandParser(prog="grpo-rewards", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
 
@@ -101,7 +101,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _add_score_options(command: Parser) -> None:
+def _add_score_options(command: CommandParser) -> None:
     add = command.add_argument
     add("file", type=Path, help="file with the column `completion`, optionally `prompt`, and the gold column")
     add("--reward", action="append", required=True, metavar="SPEC", help="name of a reward, or a recipe's mapping")
@@ -112,16 +112,11 @@ def _add_score_options(command: Parser) -> None:
     command.set_defaults(run=_score)
 
 
-def _add_audit_options(command: Parser) -> None:
+def _add_audit_options(command: CommandParser) -> None:
     add = command.add_argument
     add("file", type=Path, metavar="dataset", help="file with the gold column, and optionally prompts")
-    add(
-        "--reward",
-        action="append",
-        required=True,
-        metavar="SPEC",
-        help="name or mapping, a function in a file (rewards.py:score), or a recipe with all its rewards (recipe.yaml)",
-    )
+    specs = "name or mapping, a function in a file (rewards.py:score), or a recipe with all its rewards (recipe.yaml)"
+    add("--reward", action="append", required=True, metavar="SPEC", help=specs)
     add("--gold_column", metavar="NAME", help="column with the gold (default: the column that the reward reads)")
     add("--right", metavar="COLUMN", help="column with a right completion, for a reward that verifies without a gold")
     add("--layout", metavar="TEXT", help="completion with {answer} in it (default: the layout that pays best)")
@@ -164,12 +159,16 @@ def _score(options: argparse.Namespace) -> int:
     if options.num_generations is not None and options.num_generations < 1:
         raise UserError("--num_generations", f"it is {options.num_generations}", "set it to at least 1")
     rewards = build_rewards([_spec(text) for text in options.reward], num_generations=options.num_generations)
-    if options.out:
-        _check_out(options.out, options.file)
+    out, source = options.out, options.file
+    if out:
+        if out.suffix != ".jsonl" or out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+            raise UserError(f"--out {out}", "it can't be written", "name a .jsonl file in an existing folder of yours")
+        if out.exists() and source.exists() and out.samefile(source):
+            raise UserError(f"--out {out}", "it is the file to score", "choose another name")
     gold_column = options.gold_column or "answer"
-    rows, complaints = _read(options.file, "completion", optional=gold_column)
+    rows, complaints = _read(source, "completion", optional=gold_column)
     _check_rows(options, rewards, rows, complaints)
-    batch = _columns(rows, _column_names(rows) - {"prompt", "completion"})
+    batch = _columns(rows, exclude={"prompt", "completion"})
     if gold_column in batch:
         batch["answer"] = batch[gold_column]
     batch["prompts"] = [row.columns.get("prompt") for row in rows]
@@ -186,14 +185,18 @@ def _score(options: argparse.Namespace) -> int:
             say(f"  {score_line(name, scores[name][index], heard.rows[index])}")
     for reward in rewards:
         show(*_described(reward, scores[reward.name], rows))
-    if options.out:
-        _write_scores(options.out, scores, rows)
-        say(f"\nwrote {len(rows)} rows to {options.out}")
+    if out:
+        _write_scores(out, scores, rows)
+        say(f"\nwrote {len(rows)} rows to {out}")
     for reward in rewards:
         if all(score is None for score in scores[reward.name]):
-            reason = _why_unscorable(reward, rows[0], gold_column)
+            reason, own = "it returned None for each", reward.declared.gold_column
+            if own is not None:
+                column = gold_column if own == "answer" else own
+                excerpt = _excerpt(str(rows[0].columns.get(column)), 60)
+                reason = f"no gold in `{column}` can be read (row {rows[0].number}: {excerpt!r})"
             complaints.append(f"{reward.name} could score none of {len(rows)} rows: {reason}")
-    return _complain(options.file, complaints)
+    return _complain(source, complaints)
 
 
 def _spec(text: str) -> str | Mapping[str, Any]:
@@ -213,17 +216,10 @@ def _yaml(text: str, place: str) -> Any:
         raise UserError(place, f"it is not YAML ({str(error).splitlines()[0]})", "correct it") from error
 
 
-def _check_out(out: Path, source: Path) -> None:
-    if out.suffix != ".jsonl" or out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"--out {out}", "it can't be written", "name a .jsonl file in an existing folder of yours")
-    if out.exists() and source.exists() and out.samefile(source):
-        raise UserError(f"--out {out}", "it is the file to score", "choose another name")
-
-
 def _check_rows(
-    options: argparse.Namespace, rewards: Sequence[BuiltReward], rows: Sequence[Row], complaints: Sequence[str]
+    options: argparse.Namespace, rewards: Sequence[BuiltReward], rows: Sequence[FileRow], complaints: Sequence[str]
 ) -> None:
-    columns = _column_names(rows)
+    columns = {name for row in rows for name in row.columns}
     if options.gold_column and options.gold_column not in columns:
         found = ", ".join(f"`{key}`" for key in rows[0].columns)
         problem, fix = f"there is no such column ({found})", "name one of them by --gold_column"
@@ -236,16 +232,13 @@ def _check_rows(
         raise UserError(options.file, complaints[0], fix)
 
 
-def _column_names(rows: Sequence[Row]) -> set[str]:
-    return {name for row in rows for name in row.columns}
-
-
-def _columns(rows: Sequence[Row], names: Iterable[str]) -> dict[str, Any]:
-    """Return the named columns of a batch, with None for each row that lacks one."""
+def _columns(rows: Sequence[FileRow], exclude: set[str]) -> dict[str, Any]:
+    """Return the columns of a batch but for some, with None for each row that lacks one."""
+    names = {name for row in rows for name in row.columns} - exclude
     return {name: [row.columns.get(name) for row in rows] for name in names}
 
 
-def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) -> list[float | None]:
+def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[FileRow]) -> list[float | None]:
     """Call a reward, which may be a user's own, and return its checked scores, one per row."""
     try:
         with suppress(ValueError):  # a builtin without a signature
@@ -262,7 +255,12 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) ->
         scores = listed_scores(reward.name, scores, len(rows))
     except ValueError as error:
         raise UserError(f"--reward {reward.name}", str(error), "correct the reward") from error
-    return [_checked_score(reward.name, score, row.number) for score, row in zip(scores, rows, strict=True)]
+    values = list(map(score_value, scores))
+    for score, value, row in zip(scores, values, rows, strict=True):
+        if value is not None and not math.isfinite(value):
+            problem = f"it returned {score!r} for row {row.number}"
+            raise UserError(f"reward `{reward.name}`", problem, "return a finite number, or None")
+    return values
 
 
 def _failure(name: str, error: BaseException) -> UserError:
@@ -275,23 +273,7 @@ def _failure(name: str, error: BaseException) -> UserError:
     return UserError(f"reward `{name}`", problem, "correct the reward")
 
 
-def _checked_score(name: str, score: Any, number: int) -> float | None:
-    value = score_value(score)
-    if value is not None and not math.isfinite(value):
-        problem = f"it returned {score!r} for row {number}"
-        raise UserError(f"reward `{name}`", problem, "return a finite number, or None")
-    return value
-
-
-def _why_unscorable(reward: BuiltReward, row: Row, gold_column: str) -> str:
-    own = reward.declared.gold_column
-    if own is None:
-        return "it returned None for each"
-    column = gold_column if own == "answer" else own
-    return f"no gold in `{column}` can be read (row {row.number}: {_excerpt(str(row.columns.get(column)), 60)!r})"
-
-
-def _described(reward: BuiltReward, column: Sequence[float | None], rows: Sequence[Row]) -> Iterator[Part]:
+def _described(reward: BuiltReward, column: Sequence[float | None], rows: Sequence[FileRow]) -> Iterator[Part]:
     """Yield a summary of a reward's scores: their mean and histogram, and the worst and best rows."""
     scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
     yield ""
@@ -300,7 +282,7 @@ def _described(reward: BuiltReward, column: Sequence[float | None], rows: Sequen
         return
     values = [score for score, _ in scored]
     yield f"  mean {statistics.fmean(values):.4f}, standard deviation {statistics.pstdev(values):.4f}"
-    yield Table(list(_histogram(values)), ("pay", "rows", "share"), frozenset({0, 1, 2}))
+    yield Table(_histogram(values), ("pay", "rows", "share"), frozenset({0, 1, 2}))
     examples = []
     for title, found in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
         for score, index in found:
@@ -311,16 +293,15 @@ def _described(reward: BuiltReward, column: Sequence[float | None], rows: Sequen
         yield f"  {note}"
 
 
-def _histogram(values: Sequence[float]) -> Iterator[tuple[str, str, str]]:
-    """Yield the pay, the rows and the share of each value, or of eight bins, for values in ascending order."""
+def _histogram(values: Sequence[float]) -> list[tuple[str, str, str]]:
+    """Return the pay, the rows and the share of each value, or of eight bins, for values in ascending order."""
     counts = Counter(values)
     bars = [(f"{value:g}", count) for value, count in counts.items()]
     if len(counts) > _BINS:
         low, width = values[0], (values[-1] - values[0]) / _BINS
         bins = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
         bars = [(f"{low + i * width:.3g} … {low + (i + 1) * width:.3g}", bins[i]) for i in range(_BINS)]
-    for label, count in bars:
-        yield label, f"{count:,}", f"{count / len(values):.1%}"
+    return [(label, f"{count:,}", f"{count / len(values):.1%}") for label, count in bars]
 
 
 def _excerpt(completion: Any, length: int = 90) -> str:
@@ -361,11 +342,11 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _tried_golds(
-    reward: BuiltReward, rows: Sequence[Row], gold_column: str
+    reward: BuiltReward, rows: Sequence[FileRow], gold_column: str
 ) -> Iterator[tuple[str, float | None, bool]]:
     """Yield a line on each gold, the score of its answer, and False if it has no answer that could be tried."""
     function: Any = reward.function
-    batch = _columns(rows, _column_names(rows) - {"prompts", "completions"})
+    batch = _columns(rows, exclude={"prompts", "completions"})
     golds = batch[gold_column]
     batch |= {function.gold_column: golds, "prompts": golds}
     read: dict[str, list] = {}
@@ -422,16 +403,9 @@ def _audit(options: argparse.Namespace) -> int:
         specs += _recipe_rewards(Path(text)) if text.endswith((".yaml", ".yml")) else [_spec(text)]
     rows, complaints = _read(options.file, options.gold_column)
     try:
-        result = auditor_of(
-            specs,
-            rows,
-            options.file,
-            gold_column=options.gold_column,
-            right=options.right,
-            layout=options.layout,
-            most=options.rows,
-            seed=options.seed,
-        ).audit()
+        columns = {"gold_column": options.gold_column, "right": options.right}
+        chosen = {"layout": options.layout, "most": options.rows, "seed": options.seed}
+        result = auditor_of(specs, rows, options.file, **columns, **chosen).audit()
     except KeyboardInterrupt:
         say_error("interrupted: nothing was written")
         return 130
@@ -454,7 +428,7 @@ def _recipe_rewards(path: Path) -> list[Any]:
 # --- Files of rows ---
 
 
-def _read(path: Path, needed: str | None, optional: str = "") -> tuple[list[Row], list[str]]:
+def _read(path: Path, needed: str | None, optional: str = "") -> tuple[list[FileRow], list[str]]:
     """Return the usable rows of a file, and a complaint with its number about each other row.
 
     Every row needs the column `needed`, if one is named. If one row has the column `optional`, every row needs it.
@@ -473,7 +447,7 @@ def _read(path: Path, needed: str | None, optional: str = "") -> tuple[list[Row]
     for number, row in numbered:
         problem = row if isinstance(row, str) else _problem(row, columns)
         if isinstance(row, dict) and problem is None:
-            rows.append(Row(number, row))
+            rows.append(FileRow(number, row))
         else:
             complaints.append(f"row {number}: {problem}")
     if not rows:
@@ -516,7 +490,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise UserError(path, problem, "write it again") from error
 
 
-def _write_scores(path: Path, scores: Mapping[str, Sequence[float | None]], rows: Sequence[Row]) -> None:
+def _write_scores(path: Path, scores: Mapping[str, Sequence[float | None]], rows: Sequence[FileRow]) -> None:
     lines = []
     for index, row in enumerate(rows):
         scored = {**row.columns, **{name: column[index] for name, column in scores.items()}}

@@ -51,8 +51,12 @@ def score_line(name: str, score: float | None, logged: Mapping[str, Any]) -> str
     """Return the score of a reward and its reasons as one line: `well_formed 0: reason `no <answer> block``."""
     terms = []
     for key, value in logged.items():
-        if value != "":
-            terms.append(f"{key.removeprefix(f'{name}/')} {_shown(value)}")
+        if value == "":
+            continue
+        text = f"`{visible(shortened(str(value), _LOGGED_CHARS))}`"
+        if value is None or isinstance(value, float):
+            text = "none" if value is None else f"{value:g}"
+        terms.append(f"{key.removeprefix(f'{name}/')} {text}")
     shown = "no score" if score is None else f"{score:g}"
     return f"{name} {shown}: {', '.join(terms) or 'it gives no reason'}"
 
@@ -63,9 +67,3 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
     except (TypeError, ValueError):  # a ValueError: a builtin without a signature
         return False
     return True
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}" if isinstance(value, float) else f"`{visible(shortened(str(value), _LOGGED_CHARS))}`"

@@ -20,15 +20,9 @@ JSON_BYTES = 1 << 26
 """Size of the largest JSON file that is read. run.json takes 20 kB a launch, a large tokenizer.json 35 MB."""
 
 MODEL_JSON = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "tokenizer.json",
-)
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "processor_config.json", "preprocessor_config.json", "tokenizer.json",
+)  # fmt: skip
 """JSON objects beside the weights that loading a model or its tokenizer reads."""
 
 

@@ -43,14 +43,9 @@ _LLAMA_TO_INTERNLM2 = {
     "score": "v_head",
 }
 _SAME_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
 _FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
 _PICKLED_FILES = ["pytorch_model*.bin"]
 
@@ -118,7 +113,7 @@ def checkpoint_folder(
     Only configuration, tokenizer and weight files are downloaded, never code.
 
     Raises:
-        UserError: `model` is no folder, and neither the hub nor its local cache has it.
+        UserError: `model` is not a folder, and neither the hub nor its local cache has it.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -157,7 +152,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         if not (folder / "tokenizer.model").is_file():
             problem = "it has neither tokenizer.json nor tokenizer.model"
             raise UserError(folder, problem, "copy the model's tokenizer files into it")
-        _require_sentencepiece(folder)
+        try:
+            for package in ("sentencepiece", "google.protobuf"):
+                importlib.import_module(package)
+        except ImportError as error:
+            fix = "pip install 'grpo-rewards[models]', or convert the checkpoint once where it is installed"
+            raise UserError(folder / "tokenizer.model", f"it needs {error.name}", fix) from error
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises this class
@@ -166,15 +166,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     # The entry names remote code. Saved with the tokenizer, it would make other loaders ask for that code.
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
-
-
-def _require_sentencepiece(folder: Path) -> None:
-    try:
-        for package in ("sentencepiece", "google.protobuf"):
-            importlib.import_module(package)
-    except ImportError as error:
-        fix = "pip install 'grpo-rewards[models]', or convert the checkpoint once where it is installed"
-        raise UserError(folder / "tokenizer.model", f"it needs {error.name}", fix) from error
 
 
 def load(
@@ -294,7 +285,11 @@ def _sources(network: nn.Module) -> dict[str, list[str]]:
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and values of each tensor in a shard."""
     if file.suffix != ".safetensors":
-        yield from _unpickle(file).items()
+        try:
+            yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            problem = f"it is not a plain file of tensors ({type(error).__name__}), and was not read any further"
+            raise UserError(file, problem, "use a checkpoint in safetensors") from error
         return
     try:
         with safe_open(file, framework="pt") as shard:
@@ -306,14 +301,6 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, shard.get_tensor(name)
     except SafetensorError as error:
         raise UserError(file, f"it is not a readable safetensors file ({error})", "download it again") from error
-
-
-def _unpickle(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        problem = f"it is not a plain file of tensors ({type(error).__name__}), and was not read any further"
-        raise UserError(file, problem, "use a checkpoint in safetensors") from error
 
 
 def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

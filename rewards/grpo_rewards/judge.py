@@ -163,8 +163,12 @@ class JudgeScore(TaggedReward):
             verdicts.append(verdict)
             texts.append(reply if isinstance(reply, str) else "")
             scores.append(score)
-        unscored = scores.count(None)
-        reasons, groups_lost = _drop_incomplete_groups(scores, groups)
+        unscored, groups_lost, reasons = scores.count(None), 0, [""] * len(scores)
+        for group in groups:
+            if None in scores[group]:
+                groups_lost += 1
+                reasons[group] = ["" if score is None else _DROPPED for score in scores[group]]
+                scores[group] = [None] * len(scores[group])
         unreadable = sum(verdict.startswith("unreadable") for verdict in verdicts)
         lost = {"failed": unscored - unreadable, "unreadable": unreadable, "groups_lost": groups_lost}
         metrics = {metric: float(count) for metric, count in {**session.counts, **lost}.items()}
@@ -229,20 +233,19 @@ class JudgeScore(TaggedReward):
         return bodies
 
     def _body(self, material: Mapping[str, Any]) -> bytes:
-        encoded = {name: _encoded(value) for name, value in material.items()}
+        encoded = {}
+        for name, value in material.items():
+            # On one line, without a Unicode line break or a token of a chat template.
+            text = json.dumps(value, ensure_ascii=False, default=str)
+            text = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+            encoded[name] = text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate is escaped
         mark = f"MATERIAL-{hashlib.sha256(json.dumps(encoded).encode()).hexdigest()[:16]}"
         # All placeholders in one pass: one that a completion contains is not replaced.
         task = _PLACEHOLDER.sub(lambda match: f"\n{mark}\n{encoded[match[1]]}\n{mark}\n", self.template)
         form = _AS_LINE if self.score_pattern else _AS_JSON.format(lowest=self.lowest, highest=self.highest)
-        body = {
-            "model": self.model,
-            "messages": [
-                {"role": "system", "content": _LAYOUT.format(mark=mark) + form},
-                {"role": "user", "content": task},
-            ],
-            "temperature": 0,
-            **json.loads(str(self.request)),
-        }
+        system = {"role": "system", "content": _LAYOUT.format(mark=mark) + form}
+        messages = [system, {"role": "user", "content": task}]
+        body = {"model": self.model, "messages": messages, "temperature": 0, **json.loads(str(self.request))}
         return json.dumps({key: value for key, value in body.items() if value is not None}, sort_keys=True).encode()
 
     def _verdict(self, reply: str | EndpointError) -> tuple[str, float | None]:
@@ -254,22 +257,6 @@ class JudgeScore(TaggedReward):
         except ValueError as error:
             return f"unreadable: {error}", None
         return f"{score:g}", self.pay * (score - self.lowest) / (self.highest - self.lowest)
-
-
-def _drop_incomplete_groups(scores: list[float | None], groups: Sequence[slice]) -> tuple[list[str], int]:
-    """Set every score of a group with an unscored completion to None.
-
-    Returns:
-        The reason for each row ("" for a row that is not dropped because of another), and the number of such groups.
-    """
-    reasons = [""] * len(scores)
-    groups_lost = 0
-    for group in groups:
-        if None in scores[group]:
-            groups_lost += 1
-            reasons[group] = ["" if score is None else _DROPPED for score in scores[group]]
-            scores[group] = [None] * len(scores[group])
-    return reasons, groups_lost
 
 
 def read_score(reply: str, lowest: float, highest: float, pattern: str | None = None) -> float:
@@ -299,13 +286,6 @@ def read_score(reply: str, lowest: float, highest: float, pattern: str | None = 
     if not lowest <= score <= highest:
         raise ValueError(f"its score is not from {lowest:g} to {highest:g}")
     return float(score)
-
-
-def _encoded(value: Any) -> str:
-    """Return a value as JSON on one line, without a Unicode line break or a token of a chat template."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    text = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-    return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate becomes its JSON escape
 
 
 def _request_text(request: Any) -> str:
@@ -349,14 +329,9 @@ class _Session:
 
     def ask(self, bodies: Sequence[bytes]) -> dict[bytes, str | EndpointError]:
         """Return a reply or an error for every request. Equal requests are made once."""
-        replies: dict[bytes, str | EndpointError] = {}
-        pending = []
-        for body in dict.fromkeys(bodies):
-            cached = self._from_cache(body)
-            if cached is None:
-                pending.append(body)
-            else:
-                replies[body] = cached
+        known = {body: self._from_cache(body) for body in dict.fromkeys(bodies)}
+        replies: dict[bytes, str | EndpointError] = {body: reply for body, reply in known.items() if reply is not None}
+        pending = [body for body, reply in known.items() if reply is None]
         self.counts["cached"] = sum(body in replies for body in bodies)
         if pending and self._key in _warned:
             # One probe instead of a batch of requests that would each run into the time-out.

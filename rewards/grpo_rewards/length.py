@@ -75,18 +75,14 @@ class GroupLength(BaseReward):
         for group in groups:
             shortest, longest = min(lengths[group]), max(lengths[group])
             for length, score in zip(lengths[group], correct[group], strict=True):
-                reward, judged = _reward(score, length, shortest, longest)
+                saving = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
+                reward: float | None = None
+                judged = "not scored"
+                if score is not None:
+                    reward, judged = (saving, "right") if score > 0 else (min(0.0, saving), "wrong")
                 rewards.append(reward)
                 reasons.append(f"{judged}, length {length} in a group of {shortest} to {longest}")
         return Scored(rewards, reasons=reasons)
-
-
-def _reward(score: float | None, length: int, shortest: int, longest: int) -> tuple[float | None, str]:
-    """Return the pay of a completion, and the word for its correctness."""
-    if score is None:
-        return None, "not scored"
-    saving = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
-    return (saving, "right") if score > 0 else (min(0.0, saving), "wrong")
 
 
 group_length = GroupLength()

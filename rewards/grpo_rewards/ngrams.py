@@ -68,7 +68,7 @@ def without_counters(found: Sequence[str]) -> list[str]:
 
     A number belongs to a counter if it continues an arithmetic progression of the numbers at the same place: attached
     to the same letters (`wait7 wait8 wait9`), or between the same two words, of which one has at least two letters
-    (`wait 7 wait 8 wait 9`). A plain list of numbers has no such words and is no counter.
+    (`wait 7 wait 8 wait 9`). A plain list of numbers has no such words and is not a counter.
     """
     masked = list(found)
     previous: dict[Any, tuple[int | None, int | None]] = {}
@@ -80,18 +80,14 @@ def without_counters(found: Sequence[str]) -> list[str]:
         place: Any = stem
         if not stem:
             place = (found[position - 1] if position else "", found[position + 1] if position + 1 < len(found) else "")
-            if not any(map(_is_plain_word, place)):
+            # A word of letters that is not a variable such as `x`. One Chinese character is a word.
+            if not any(side.isalpha() and (len(side) > 1 or not side.isascii()) for side in place):
                 continue
         last, step = previous.get(place, (None, None))
         previous[place] = value, None if last is None else value - last
         if step and last is not None and value - last == step:
             masked[position] = stem + _COUNTER
     return masked
-
-
-def _is_plain_word(word: str) -> bool:
-    """Return True for a word of letters that is no variable such as `x`. One Chinese character is a word."""
-    return word.isalpha() and (len(word) > 1 or not word.isascii())
 
 
 def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
@@ -151,22 +147,18 @@ class Repetition(BaseReward):
         return max(self.pay, 0.0)
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
-        shares = []
+        pay: list[float | None] = []
+        reasons, repeated = [], 0.0
         for completion in completions:
-            shares.append(repeated_share(without_counters(words(completion_text(completion))), self.ngram))
-        return Scored(
-            list(map(self._pay, shares)),
-            metrics={"repeated": sum(share or 0.0 for share in shares) / max(len(shares), 1)},
-            reasons=list(map(self._reason, shares)),
-        )
-
-    def _pay(self, share: float | None) -> float:
-        return 0.0 if share is None else self.pay + share * (self.pay_repeated - self.pay)
-
-    def _reason(self, share: float | None) -> str:
-        if share is None:
-            return f"fewer than {self.ngram} words"
-        return f"{share:.1%} of its {self.ngram}-grams of words occurred before"
+            share = repeated_share(without_counters(words(completion_text(completion))), self.ngram)
+            if share is None:
+                pay.append(0.0)
+                reasons.append(f"fewer than {self.ngram} words")
+                continue
+            repeated += share
+            pay.append(self.pay + share * (self.pay_repeated - self.pay))
+            reasons.append(f"{share:.1%} of its {self.ngram}-grams of words occurred before")
+        return Scored(pay, metrics={"repeated": repeated / max(len(pay), 1)}, reasons=reasons)
 
 
 repetition = Repetition()

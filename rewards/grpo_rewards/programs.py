@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -221,9 +221,8 @@ class UnitTests(TaggedReward):
         if not left_out:
             return None
         row, reason = left_out[0]
-        return (
-            f"{len(left_out)} tests are left out, because they can't be judged outside of the program ({row}: {reason})"
-        )
+        count = f"{len(left_out)} tests are left out"
+        return f"{count}, because they can't be judged outside of the program ({row}: {reason})"
 
     def with_unit_pay(self) -> BaseReward | None:
         """Return this reward paying 1 or 0, without its name and prefix, or None if no completion earns anything."""
@@ -257,7 +256,12 @@ class UnitTests(TaggedReward):
                 found.append(_NO_PROGRAM if program is None else verdicts[program, row])
         described = [one if isinstance(one, str) else one.describe() for one in found]
         pay = [None if isinstance(one, str) else self._pay(one) for one in found]
-        return Scored(pay, {"verdict": described}, _metrics(found, len(jobs)))
+        given_verdicts = [one for one in found if isinstance(one, ProgramVerdict)]
+        metrics = {"programs": float(len(jobs)), "unscorable": float(pay.count(None))}
+        if given_verdicts:
+            metrics["passed"] = sum(one.passed == one.total for one in given_verdicts) / len(given_verdicts)
+            metrics["timeouts"] = float(sum(one.out_of_time for one in given_verdicts))
+        return Scored(pay, {"verdict": described}, metrics)
 
     def _pay(self, verdict: ProgramVerdict) -> float:
         if verdict.passed == verdict.total:
@@ -305,7 +309,11 @@ class UnitTests(TaggedReward):
         passed, reason = 0, ""
         for test in tests:
             try:
-                values = [_next_value(lines, outcome) for _ in test.calls]
+                values = []
+                for _ in test.calls:
+                    if (line := next(lines, None)) is None:
+                        raise Unreadable("ends its process" if outcome.ended == "exited" else _ended(outcome))
+                    values.append(read_value(line))
                 holds, why = test.holds(values), "fails"
             except Unreadable as error:
                 holds, why = False, str(error)
@@ -334,23 +342,6 @@ class UnitTests(TaggedReward):
             if reason and self.rule == "all":
                 break
         return ProgramVerdict(passed, len(tests), reason)
-
-
-def _metrics(found: Sequence[ProgramVerdict | str], programs: int) -> dict[str, float]:
-    verdicts = [one for one in found if isinstance(one, ProgramVerdict)]
-    metrics = {"programs": float(programs), "unscorable": float(len(found) - len(verdicts))}
-    if verdicts:
-        metrics["passed"] = sum(one.passed == one.total for one in verdicts) / len(verdicts)
-        metrics["timeouts"] = float(sum(one.out_of_time for one in verdicts))
-    return metrics
-
-
-def _next_value(lines: Iterator[str], outcome: Outcome) -> Any:
-    """Return the value of the next call. Raise `Unreadable` if it has none, or the program ended before it."""
-    line = next(lines, None)
-    if line is None:
-        raise Unreadable("ends its process" if outcome.ended == "exited" else _ended(outcome))
-    return read_value(line)
 
 
 def _ended(outcome: Outcome) -> str:

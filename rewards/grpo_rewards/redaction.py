@@ -159,19 +159,11 @@ def secret_values(value: Any) -> set[str]:
 def scrubbed(text: str, secrets: Iterable[str] = ()) -> str:
     """Return `text` with the placeholder for each of `secrets`, also where quoted, and for the shape of a secret."""
     spellings: set[str] = set()
-    for secret in secrets:
-        spellings.update(_spellings(secret))
+    for secret in secrets:  # as errors and URLs write it
+        spellings |= {secret, " ".join(secret.split()), repr(secret)[1:-1], json.dumps(secret)[1:-1]}
+        spellings |= {quote(secret, safe=""), quote_plus(secret), unquote(secret)}
     # The longest first: a shorter one may be part of it.
     for spelling in sorted(spellings, key=len, reverse=True):
         if len(spelling) >= _SHORTEST:
             text = text.replace(spelling, HIDDEN)
     return str(redacted(text))
-
-
-def _spellings(secret: str) -> Iterator[str]:
-    """Yield a secret as errors and URLs write it."""
-    yield secret
-    yield " ".join(secret.split())
-    yield repr(secret)[1:-1]
-    yield json.dumps(secret)[1:-1]
-    yield from (quote(secret, safe=""), quote_plus(secret), unquote(secret))

@@ -129,9 +129,9 @@ def resolve(name: str) -> Any:
     Raises:
         RewardSpecError: no object has that name, or importing it failed.
     """
-    file, colon, attribute = name.rpartition(":")
+    module, colon, attribute = name.rpartition(":")
     if colon:
-        module, imported = file, module_of_file(file, f"reward `{name}`")
+        imported = module_of_file(module, f"reward `{name}`")
     else:
         module, _, attribute = REGISTERED.get(name, name).rpartition(".")
         if not module:
@@ -151,10 +151,8 @@ def _import(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's own module may raise any error
         if name in REGISTERED and isinstance(error, ImportError):
-            needs = missing_package(error)
-            raise RewardSpecError(
-                f"reward `{name}`", f"it needs {needs}", "pip install 'grpo-rewards[models]'"
-            ) from error
+            problem = f"it needs {missing_package(error)}"
+            raise RewardSpecError(f"reward `{name}`", problem, "pip install 'grpo-rewards[models]'") from error
         problem = f"the module `{module}` can't be imported ({_described(error)})"
         raise RewardSpecError(f"reward `{name}`", problem, "correct the module or its name") from error
 
@@ -185,9 +183,8 @@ def module_of_file(file: str, place: str) -> Any:
         del sys.modules[module_name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        raise RewardSpecError(
-            f"{place}: {file}", f"it can't be imported ({_described(error)})", "correct it"
-        ) from error
+        problem = f"it can't be imported ({_described(error)})"
+        raise RewardSpecError(f"{place}: {file}", problem, "correct it") from error
     return module
 
 
@@ -362,8 +359,8 @@ def _with_separate_columns(built: list[BuiltReward]) -> list[BuiltReward]:
     for reward in built:
         function: Any = reward.function
         if _has_field(function, "prefix"):
-            function = replace(function, prefix=function.prefix or f"{reward.name}/")
-        separate.append(replace(reward, function=function))
+            reward = replace(reward, function=replace(function, prefix=function.prefix or f"{reward.name}/"))
+        separate.append(reward)
     return separate
 
 
@@ -376,12 +373,10 @@ def _check_synchronous(name: str, parts: Iterable[BuiltReward]) -> None:
 
 def _check_call(name: str, reward: Reward) -> None:
     """Raise RewardSpecError if `reward` can't be called with the arguments that trainers pass to a reward."""
+    signature = _signature(reward)
     try:
-        signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return
-    try:
-        signature.bind_partial(prompts=[], completions=[])
+        if signature is not None:
+            signature.bind_partial(prompts=[], completions=[])
     except TypeError as error:
         problem = f"it can't take `prompts` and `completions` by name ({error})"
         fix = "write it as `f(prompts=..., completions=..., **columns)`"
@@ -393,9 +388,8 @@ def _checked_arguments(
 ) -> dict[str, Any]:
     """Return `kwargs`, with `num_generations` if `target` takes it. Raise RewardSpecError for a wrong argument."""
     arguments = dict(kwargs)
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # not callable, or a builtin without a signature
+    signature = _signature(target)
+    if signature is None:
         return arguments
     parameters = signature.parameters
     kinds = {parameter.kind for parameter in parameters.values()}
@@ -410,6 +404,14 @@ def _checked_arguments(
     except TypeError as error:
         raise RewardSpecError(f"reward `{name}`: `kwargs`", str(error), "correct them") from error
     return arguments
+
+
+def _signature(target: Any) -> inspect.Signature | None:
+    """Return a signature, or None for what is not callable, and for a builtin without a signature."""
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
 
 
 def _with_group_size(reward: Reward, num_generations: int | None) -> Reward:

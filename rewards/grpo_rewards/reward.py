@@ -285,10 +285,8 @@ class TaggedReward(BaseReward):
         """Return this reward with its class's amounts, name and prefix, or None if no completion earns anything."""
         if self.highest_pay <= 0:
             return None
-        reset: dict[str, Any] = {}
-        for item in fields(self):
-            if item.name in (*self.payments, "name", "prefix"):
-                reset[item.name] = item.default
+        standard = (*self.payments, "name", "prefix")
+        reset: dict[str, Any] = {item.name: item.default for item in fields(self) if item.name in standard}
         return replace(self, **reset)
 
     def with_tags(self, tags: tuple[str, str]) -> BaseReward:

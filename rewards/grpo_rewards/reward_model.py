@@ -33,7 +33,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DynamicCache,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -120,7 +119,11 @@ class RewardModelScore(BaseReward):
         object.__setattr__(self, "model", str(self.model))
         check_choice(self.dtype, "dtype", _DTYPES)
         check_choice(self.cut, "cut", _CUTS)
-        _check_device(self.device)
+        try:
+            torch.device(self.device or "cpu")
+        except (RuntimeError, TypeError) as error:
+            problem = f"device must be null or a torch device such as cuda:0 or cpu, not {self.device!r}"
+            raise ValueError(problem) from error
         if self.clamp is not None:
             object.__setattr__(self, "clamp", checked_positive(self.clamp, "clamp"))
         object.__setattr__(self, "answer_weight", checked_number(self.answer_weight, "answer_weight", 0.0, 1.0))
@@ -160,14 +163,15 @@ class RewardModelScore(BaseReward):
                 raise ValueError(f"{self.name} scores an answer to its prompt: every row needs a `prompt`")
             history = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = completion_text(completion)
-            answer = _tag_content(text, self.answer_tag) if self.answer_tag and self.answer_weight else None
             full.append(_with_reply(history, text))
-            answers.append(None if answer is None else _with_reply(history, answer))
+            content, is_closed, _ = text.partition(f"<{self.answer_tag}>")[2].partition(f"</{self.answer_tag}>")
+            has_answer = self.answer_tag and self.answer_weight and is_closed
+            answers.append(_with_reply(history, content.strip()) if has_answer else None)
         scores, cut = self._scores([*full, *(answer for answer in answers if answer is not None)])
         answer_scores = iter(scores[len(full) :])
         rows: list[float | None] = []
-        for score, has_answer in zip(scores[: len(full)], answers, strict=True):
-            rows.append(self._blended(score, next(answer_scores)) if has_answer else self._clamped(score))
+        for score, answer in zip(scores[: len(full)], answers, strict=True):
+            rows.append(self._clamped(score) if answer is None else self._blended(score, next(answer_scores)))
         return Scored(rows, metrics={"unscored_rows": float(rows.count(None)), "cut_conversations": float(cut)})
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
@@ -217,21 +221,8 @@ class RewardModelScore(BaseReward):
         return cut_middle(ids, limit - min(closing, limit - 1), limit)
 
 
-def _check_device(device: str | None) -> None:
-    try:
-        torch.device(device or "cpu")
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be null or a torch device such as cuda:0 or cpu, not {device!r}") from error
-
-
 def _with_reply(history: Conversation, reply: str) -> Conversation:
     return [*history, {"role": "assistant", "content": reply}]
-
-
-def _tag_content(text: str, tag: str) -> str | None:
-    """Return the stripped content of the first `<tag>`, or None if the tag is absent or not closed."""
-    content, closing, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
-    return content.strip() if closing else None
 
 
 def cut_middle(ids: Sequence[int], head: int, length: int) -> TokenIds:
@@ -323,10 +314,8 @@ class LoadedRewardModel:
         count = sum(p.numel() for p in self.network.parameters())
         size = sum(p.numel() * p.element_size() for p in self.network.parameters())
         dtype = str(self.network.dtype).removeprefix("torch.")
-        return (
-            f"reward model {self.name}: {count / 1e9:.2f} B parameters in {dtype}, "
-            f"{size / 2**30:.2f} GiB on {self.network.device} in every process"
-        )
+        parameters = f"{count / 1e9:.2f} B parameters in {dtype}, {size / 2**30:.2f} GiB on {self.network.device}"
+        return f"reward model {self.name}: {parameters} in every process"
 
     def encode(self, conversations: Sequence[Conversation], parse_special_tokens: bool = False) -> list[list[int]]:
         """Return the token ids of each conversation under the model's chat template.
@@ -401,10 +390,14 @@ class LoadedRewardModel:
             max_batch_tokens: see `RewardModelScore`.
             prefix_sharing: compute the common prefix of a group once, if the model and the lengths allow it.
         """
+        scores: dict[TokenIds, float] = {}
         if self._head is None:
             _warn_once(f"{self.name}: conversations are scored one by one, because {self._obstacle}.")
-            return {ids: self._classify(ids) for group in groups for ids in group}
-        scores: dict[TokenIds, float] = {}
+            for ids in (ids for group in groups for ids in group):
+                row = torch.tensor([ids], device=self.network.device)
+                output = self.network(input_ids=row, attention_mask=torch.ones_like(row))
+                scores[ids] = output.logits[0, 0].float().item()
+            return scores
         loose: list[TokenIds] = []
         for group in groups:
             sequences = list(dict.fromkeys(group))
@@ -445,7 +438,11 @@ class LoadedRewardModel:
             if own is not None:
                 own.batch_repeat_interleave(len(rows))
             hidden = self._last_hidden([ids[prefix:] for ids in rows], own, prefix)
-            scores |= zip(rows, self._apply_head(hidden), strict=True)
+            # In float32: bfloat16 rounds scores around 3 to multiples of 1/64, which the z-score of a group magnifies.
+            assert self._head is not None
+            bias = None if self._head.bias is None else self._head.bias.float()
+            heads = nn.functional.linear(hidden.float(), self._head.weight.float(), bias)
+            scores |= zip(rows, heads[:, 0].tolist(), strict=True)
         return scores
 
     def _last_hidden(self, rows: list[TokenIds], cache: DynamicCache | None, prefix: int = 0) -> torch.Tensor:
@@ -466,16 +463,6 @@ class LoadedRewardModel:
         ).last_hidden_state
         return hidden[torch.arange(len(rows), device=hidden.device), lengths.to(hidden.device) - 1]
 
-    def _apply_head(self, hidden: torch.Tensor) -> list[float]:
-        # In float32: bfloat16 rounds scores around 3 to multiples of 1/64, and the z-score of a group magnifies that.
-        assert self._head is not None
-        bias = None if self._head.bias is None else self._head.bias.float()
-        return nn.functional.linear(hidden.float(), self._head.weight.float(), bias)[:, 0].tolist()
-
-    def _classify(self, ids: TokenIds) -> float:
-        row = torch.tensor([ids], device=self.network.device)
-        return self.network(input_ids=row, attention_mask=torch.ones_like(row)).logits[0, 0].float().item()
-
 
 def _content(message: Message) -> str:
     """Return the text of a message. Parts are joined, and None is empty."""
@@ -495,18 +482,13 @@ def _sharing_limit(network: PreTrainedModel) -> tuple[int, str]:
     limits = [(sys.maxsize, "")]
     if DynamicSlidingWindowLayer in layers:
         limits.append((config.sliding_window, "the model attends to a sliding window"))
-    if any(rope.get("rope_type") in ("dynamic", "longrope") for rope in _ropes(config)):
+    rotary = getattr(config, "rope_parameters", None) or {}
+    # One mapping, or one for each kind of layer.
+    ropes = [rotary] if "rope_type" in rotary else [part for part in rotary.values() if isinstance(part, dict)]
+    if any(rope.get("rope_type") in ("dynamic", "longrope") for rope in ropes):
         length = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
         limits.append((length, "the model's rotary embedding depends on the total length"))
     return min(limits)
-
-
-def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the rotary settings: one mapping, or one for each kind of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        return [parameters]
-    return [part for part in parameters.values() if isinstance(part, dict)]
 
 
 def _default_device() -> torch.device:

@@ -159,9 +159,8 @@ class JsonSchema(TaggedReward):
         where = ""
         for part in error.absolute_path:
             where += f"[{part}]" if isinstance(part, int) else f".{part}"
-        verdict = (
-            f"does not fit ({error.validator or 'false'} at ${where[:80]}), {good} of {len(required)} required keys do"
-        )
+        place = f"{error.validator or 'false'} at ${where[:80]}"
+        verdict = f"does not fit ({place}), {good} of {len(required)} required keys do"
         if bad:
             verdict += f", not {', '.join(bad)[:80]}"
         return verdict, self.pay_partial * (good / max(len(required), 1))

@@ -60,10 +60,6 @@ def folded(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
-def _exact(answer: str, gold: str) -> float:
-    return float(answer == gold)
-
-
 def _casefold(answer: str, gold: str) -> float:
     return float(folded(answer) == folded(gold))
 
@@ -94,11 +90,13 @@ def _whole_pattern(pattern: str) -> Callable[[str], bool]:
     return linear_search(rf"\A(?:{pattern})\z")
 
 
-def _pattern(answer: str, gold: str) -> float:
-    return float(_whole_pattern(gold)(answer))
-
-
-_COMPARISONS = {"exact": _exact, "casefold": _casefold, "squad": _squad, "f1": _f1, "pattern": _pattern}
+_COMPARISONS: Mapping[str, Callable[[str, str], float]] = {
+    "exact": lambda answer, gold: float(answer == gold),
+    "casefold": _casefold,
+    "squad": _squad,
+    "f1": _f1,
+    "pattern": lambda answer, gold: float(_whole_pattern(gold)(answer)),
+}
 """Functions from (answer, gold) to the share of full pay, by the value of `match`."""
 
 
@@ -174,15 +172,13 @@ class StringMatch(AgainstGold):
             elif answer is None:
                 judged.append((None, golds[0], "missing", self.pay_wrong))
             else:
-                gold, share = self._nearest(answer, golds)
-                judged.append((answer, gold, _verdict(share, answer in golds), self._pay(share)))
+                shares = [_COMPARISONS[self.match](answer, gold) for gold in golds]
+                share = max(shares)
+                verdict = "exact" if answer in golds else "equal"
+                if share < 1:
+                    verdict = "partial" if share else "wrong"
+                judged.append((answer, golds[shares.index(share)], verdict, self._pay(share)))
         return self._with_columns(judged)
-
-    def _nearest(self, answer: str, golds: Sequence[str]) -> tuple[str, float]:
-        """Return the gold with the largest share of full pay, and that share."""
-        shares = [_COMPARISONS[self.match](answer, gold) for gold in golds]
-        best = shares.index(max(shares))
-        return golds[best], shares[best]
 
     def _golds(self, row: Any) -> list[str]:
         """Return the golds of a row, stripped: of a string, a number, a list of them, or SQuAD's `{"text": [...]}`."""
@@ -194,14 +190,6 @@ class StringMatch(AgainstGold):
             if gold and (self.match != "pattern" or _is_pattern(gold)):
                 golds.append(gold)
         return golds
-
-
-def _verdict(share: float, exact: bool) -> str:
-    if share == 0:
-        return "wrong"
-    if share < 1:
-        return "partial"
-    return "exact" if exact else "equal"
 
 
 def _is_pattern(text: str) -> bool:

@@ -251,7 +251,7 @@ def lasting_output() -> Iterator[LastingStream]:
         sys.stdout, sys.stderr = before
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """argparse's parser with one-sentence errors and without abbreviations.
 
     Abbreviations are off because `plan x --model m` would set `--model_config` where it means to override the recipe's

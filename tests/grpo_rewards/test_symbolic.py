@@ -107,7 +107,7 @@ def stub(starting=""):
 
 
 def test_an_interrupted_comparison_leaves_no_verdict_behind(interrupt):
-    server = symbolic.Server(stub())
+    server = symbolic.SymbolicServer(stub())
     assert server.compare("0 ms", "0 ms", 5.0) is True
     before = server.pid
     interrupt(0.02)
@@ -121,7 +121,7 @@ def test_an_interrupted_comparison_leaves_no_verdict_behind(interrupt):
 
 def test_a_comparison_that_kills_two_servers_has_no_verdict(tmp_path):
     starts = tmp_path / "starts"
-    server = symbolic.Server(stub(f"open({str(starts)!r}, 'a').write('x')"))
+    server = symbolic.SymbolicServer(stub(f"open({str(starts)!r}, 'a').write('x')"))
     assert server.compare("a gold without a time", "x", 5.0) is None
     assert starts.read_text() == "xx"
     assert server.compare("0 ms", "0 ms", 5.0) is True
@@ -133,11 +133,11 @@ def test_a_comparison_that_kills_two_servers_has_no_verdict(tmp_path):
 def test_a_server_killed_while_it_starts_is_retried_once(tmp_path):
     dies = "open({0!r}, 'a').write('x')\nif len(open({0!r}).read()) <= {1}: os._exit(9)"
     once, twice = tmp_path / "once", tmp_path / "twice"
-    server = symbolic.Server(stub(dies.format(str(once), 1)))
+    server = symbolic.SymbolicServer(stub(dies.format(str(once), 1)))
     assert server.compare("0 ms", "0 ms", 5.0) is True
     server.close()
     with pytest.raises(RuntimeError):
-        symbolic.Server(stub(dies.format(str(twice), 2))).compare("0 ms", "0 ms", 5.0)
+        symbolic.SymbolicServer(stub(dies.format(str(twice), 2))).compare("0 ms", "0 ms", 5.0)
     assert (once.read_text(), twice.read_text()) == ("xx", "xx")
 
 
@@ -145,7 +145,7 @@ def test_a_server_found_dead_does_not_count_as_a_failed_start(tmp_path):
     """Kill a server between two comparisons, and let its replacement die while it starts."""
     starts = tmp_path / "starts"
     second_dies = f"open({str(starts)!r}, 'a').write('x')\nif len(open({str(starts)!r}).read()) == 2: os._exit(9)"
-    server = symbolic.Server(stub(second_dies))
+    server = symbolic.SymbolicServer(stub(second_dies))
     assert server.compare("0 ms", "0 ms", 5.0) is True
     killed = server.pid
     os.kill(killed, signal.SIGKILL)
@@ -158,7 +158,7 @@ def test_a_server_found_dead_does_not_count_as_a_failed_start(tmp_path):
 
 def test_a_reply_with_another_number_is_ignored():
     """Check a reply that an interrupt left in the pipe at the only moment when the server could not be ended."""
-    server = symbolic.Server(stub("time.sleep(0)"))
+    server = symbolic.SymbolicServer(stub("time.sleep(0)"))
     assert server.compare("0 ms", "0 ms", 5.0) is True
     server._connection._process.stdin.write(b'{"number": 1, "gold": "0 ms", "answer": "0 ms"}\n')
     assert [server.compare("0 ms", other, 5.0) for other in ("1", "0 ms", "2")] == [False, True, False]
@@ -175,7 +175,7 @@ def short_grace(monkeypatch):
 
 
 def test_a_reply_after_the_deadline_is_not_waited_for(short_grace):
-    server = symbolic.Server(stub())
+    server = symbolic.SymbolicServer(stub())
     assert server.compare("0 ms", "0 ms", 5.0) is True
     start = time.monotonic()
     assert server.compare("60000 ms", "60000 ms", 0.1) is None
@@ -188,7 +188,7 @@ def test_a_start_takes_at_most_half_of_the_time():
     says_seconds = STUB.format(starting="time.sleep(0.1)").replace(
         'request["gold"] == request["answer"]', "request['seconds']"
     )
-    server = symbolic.Server([sys.executable, "-I", "-S", "-c", says_seconds])
+    server = symbolic.SymbolicServer([sys.executable, "-I", "-S", "-c", says_seconds])
     assert server.compare("0 ms", "", 0.1) == 0.05
     assert 19 < server.compare("0 ms", "", 20.0) <= 20, "it runs already"
     server.close()
@@ -209,7 +209,7 @@ symbolic.serve()
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_a_child_is_limited_in_comparisons_memory_and_time():
-    server, served = symbolic.Server([sys.executable, "-c", SERVED]), []
+    server, served = symbolic.SymbolicServer([sys.executable, "-c", SERVED]), []
     for answer in ("a", "b", "a", "fresh", "a"):
         assert server.compare("a" if answer == "b" else answer, answer, 20.0) is (answer != "b")
         served += children(server.pid)
@@ -228,7 +228,7 @@ def test_a_child_is_limited_in_comparisons_memory_and_time():
 
 
 def test_a_long_request_survives_a_signal_whose_handler_returns():
-    server, text = symbolic.Server(stub("time.sleep(0)")), "0 ms " + "x" * 500_000
+    server, text = symbolic.SymbolicServer(stub("time.sleep(0)")), "0 ms " + "x" * 500_000
     assert server.compare(text, text, 5.0) is True
     previous = signal.signal(signal.SIGUSR1, lambda *_: None)
     stop = threading.Event()
@@ -254,9 +254,9 @@ def test_an_interrupt_before_any_opcode_leaves_no_lock_and_no_verdict(short_grac
 
     Python may run a signal's handler between any two opcodes, also between taking a lock and the block under it.
     """
-    server, moments = symbolic.Server(stub()), []
-    helpers = {"_read_line", "_write_whole", "_pipe", "_close_pipes", "readable"}
-    functions = {*vars(symbolic.Server), *vars(symbolic._Connection), *helpers}
+    server, moments = symbolic.SymbolicServer(stub()), []
+    helpers = {"_read_line", "_pipe", "_close_pipes", "readable"}
+    functions = {*vars(symbolic.SymbolicServer), *vars(symbolic._Connection), *helpers}
 
     def compared(answer):
         while (verdict := server.compare("0 ms", answer, 0.2)) is None:

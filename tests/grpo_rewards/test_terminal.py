@@ -14,8 +14,8 @@ import pytest
 from grpo_rewards import terminal
 from grpo_rewards.terminal import (
     Cell,
+    CommandParser,
     Labelled,
-    Parser,
     Table,
     lasting_output,
     rendered,
@@ -143,8 +143,8 @@ def test_nothing_is_raised_if_neither_stream_can_be_written(monkeypatch: pytest.
         say("one")
 
 
-def parser() -> Parser:
-    found = Parser(prog="tool")
+def parser() -> CommandParser:
+    found = CommandParser(prog="tool")
     found.add_argument("--max_rows", type=int)
     found.add_argument("-o", "--out")
     return found

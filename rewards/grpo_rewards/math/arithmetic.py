@@ -32,28 +32,28 @@ _CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
 class _NoValue(Exception):
-    """The text is no arithmetic, or its value is not rational or too large."""
+    """Text that is not arithmetic, or whose value is not rational or too large."""
 
 
 def value_of(text: str) -> Fraction | None:
-    """Return the exact value of an arithmetic expression, or None if the text is none or its value is too large."""
+    """Return the exact value of an arithmetic expression, or None for another text or a value that is too large."""
     if len(text) > MAX_CHARS:
         return None
     try:
-        parser = _Parser(text)
+        parser = _ArithmeticParser(text)
         value = parser.sum()
         return None if parser.next_kind() else value
     except (_NoValue, ZeroDivisionError):
         return None
 
 
-class _Parser:
+class _ArithmeticParser:
     """Recursive descent over the tokens of an expression. Each method reads one part and returns its value."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[tuple[str, str]] = []
         text = _LOG_BASE.sub(r"\\log_{\1}", text)
-        if re.search(r"[\d.]\s+[\d.]", text):  # "1 8" is no 18
+        if re.search(r"[\d.]\s+[\d.]", text):  # "1 8" is not 18
             raise _NoValue
         text = _DROPPED.sub("", text)
         if "," in text and re.search(r"[(\[]", text):  # "(2,100)" is a pair, but "(2)\,(3)" has a thin space
@@ -102,9 +102,7 @@ class _Parser:
                 return value
 
     def signed(self) -> Fraction:
-        sign = 1
-        if token := self.take("plus", "minus"):
-            sign = -1 if token == "-" else 1
+        sign = -1 if self.take("plus", "minus") == "-" else 1
         return sign * self.power()
 
     def power(self) -> Fraction:
@@ -139,9 +137,8 @@ class _Parser:
         if self.take("frac"):
             return self.fraction()
         if self.take("sqrt"):
-            degree = Fraction(2)
-            if self.tokens[self.position : self.position + 1] == [("open", "[")]:
-                degree = self.argument()
+            has_degree = self.tokens[self.position : self.position + 1] == [("open", "[")]
+            degree = self.argument() if has_degree else Fraction(2)
             return _root(self.argument(), degree)
         if self.take("binom"):
             upper, lower = self.argument(), self.argument()

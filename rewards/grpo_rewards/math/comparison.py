@@ -64,13 +64,9 @@ class Judge:
             number = answer_number(answer)
             if number == gold.number and not _units_differ(gold_text, answer) and not names_differ(gold_text, answer):
                 return "equal"
-            same = (
-                number is None
-                and not answer.endswith("\\")
-                and "~" not in answer
-                and is_same_formula(gold_text, answer)
-            )
-            return "equal" if same else "wrong"
+            if number is not None or answer.endswith("\\") or "~" in answer:
+                return "wrong"
+            return "equal" if is_same_formula(gold_text, answer) else "wrong"
         number = parse_number(answer)
         if number is not None:
             same = _value(gold_text) == number or is_same_formula(undress(gold_text), undress(answer))

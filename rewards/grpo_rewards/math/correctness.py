@@ -174,7 +174,7 @@ class GSM8KCorrectness(GoldReward):
         notes = [decimal_marks(texts).note(self.decimal)]
         if prose := [(row, text) for row, text in texts if is_prose(text)]:
             count = "1 gold is" if len(prose) == 1 else f"{len(prose)} golds are"
-            shown = f"{prose[0][0]}: `{shortened(prose[0][1], 40)}`"
+            shown = f"{prose[0][0]}: `{shortened(prose[0][1])}`"
             notes.append(f"{count} prose, which only its text or its one number equals ({shown})")
         return "; ".join(filter(None, notes)) or None
 
@@ -184,12 +184,10 @@ class GSM8KCorrectness(GoldReward):
         if any(self._answers(texts, self.extract)):
             return None
         note = f"no completion states an answer {self.looks_at}"
-        best, most = "", 0
-        for layout in LAYOUTS:  # `auto` is the last, so that a single layout that finds as many is named instead
-            found = sum(map(bool, self._answers(texts, layout)))
-            if found > most:
-                best, most = layout, found
-        return f"{note}; `extract: {best}` finds one in {most} of {len(texts)}" if most else note
+        # `auto` is the last, so that a single layout that finds as many is named instead.
+        found = {layout: sum(map(bool, self._answers(texts, layout))) for layout in LAYOUTS}
+        best = max(found, key=found.__getitem__)
+        return f"{note}; `extract: {best}` finds one in {found[best]} of {len(texts)}" if found[best] else note
 
 
 def _key_of_golds(row: Any) -> Any:

@@ -17,8 +17,6 @@ from grpo_rewards.errors import shortened
 Decimal = Literal["point", "comma"]
 DECIMALS: tuple[Decimal, ...] = ("point", "comma")
 
-_SHOWN = 40
-
 # A run of digits and marks. Spaces and apostrophes separate groups of thousands in both notations.
 _NUMBER = re.compile(r"(?<![\d.,])\d+(?:[.,]\d+)+", re.ASCII)
 _GROUPED_BY_POINTS = re.compile(r"[1-9]\d{0,2}(?:\.\d{3})+(?:,\d+)?", re.ASCII)
@@ -83,12 +81,12 @@ class DecimalMarks:
     """Count of the decimal marks of a column.
 
     Attributes:
-        comma: Number of texts that can only have a decimal comma.
-        point: Number of texts that can only have a decimal point.
-        ambiguous: Number of texts such as `1.200` or `1,200`.
-        with_ambiguous_point: Number of the ambiguous texts whose mark is a point.
-        first_comma: First text with a decimal comma and the name of its row, or None.
-        first_ambiguous: First ambiguous text and the name of its row, or None.
+        comma: number of texts that can only have a decimal comma.
+        point: number of texts that can only have a decimal point.
+        ambiguous: number of texts such as `1.200` or `1,200`.
+        with_ambiguous_point: number of the ambiguous texts whose mark is a point.
+        first_comma: first text with a decimal comma and the name of its row, or None.
+        first_ambiguous: first ambiguous text and the name of its row, or None.
     """
 
     comma: int = 0
@@ -108,30 +106,23 @@ class DecimalMarks:
 
     def note(self, decimal: Decimal | None) -> str | None:
         """Return a sentence if these golds may be misread with `decimal` (None: not set, which reads a point)."""
-        if decimal == "comma":
-            return self._contradiction(self.point, "point", "comma")
-        if self.comma:
-            return self._contradiction(self.comma, "comma", "point")
-        if decimal is None and self.certain is None:
-            return f"{self._ambiguous_part()}: set the reward's `decimal` to point or comma"
-        return None
-
-    def _contradiction(self, count: int, found: Decimal, read: Decimal) -> str | None:
-        if not count:
-            return None
-        golds = "1 gold has" if count == 1 else f"{count} golds have"
-        parts = [f"{golds} a decimal {found}{_example(self.first_comma if found == 'comma' else None)}"]
-        if self.ambiguous:
-            parts.append(self._ambiguous_part())
-        return f"{', '.join(parts)}, and the reward reads a decimal {read}: set its `decimal` to {found}"
-
-    def _ambiguous_part(self) -> str:
         verb = "is" if self.ambiguous == 1 else "are"
-        return f"{self.ambiguous} {verb} ambiguous{_example(self.first_ambiguous)}"
+        ambiguous = f"{self.ambiguous} {verb} ambiguous{_example(self.first_ambiguous)}"
+        found, read, count, first = "comma", "point", self.comma, self.first_comma
+        if decimal == "comma":
+            found, read, count, first = "point", "comma", self.point, None
+        if count:
+            golds = "1 gold has" if count == 1 else f"{count} golds have"
+            others = f", {ambiguous}" if self.ambiguous else ""
+            problem = f"{golds} a decimal {found}{_example(first)}{others}"
+            return f"{problem}, and the reward reads a decimal {read}: set its `decimal` to {found}"
+        if decimal is None and self.certain is None:
+            return f"{ambiguous}: set the reward's `decimal` to point or comma"
+        return None
 
 
 def _example(example: tuple[object, str] | None) -> str:
-    return "" if example is None else f" ({example[0]}: `{shortened(example[1], _SHOWN)}`)"
+    return "" if example is None else f" ({example[0]}: `{shortened(example[1])}`)"
 
 
 def decimal_marks(golds: Iterable[tuple[object, str]]) -> DecimalMarks:

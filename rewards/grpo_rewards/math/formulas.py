@@ -362,9 +362,8 @@ def split_outside(text: str, separator: str) -> list[str]:
         depth += (character in _OPENING) - (character in _CLOSING)
         if character != separator or depth != 0:
             continue
-        if separator == "=" and (
-            text[position - 1 : position] in ("<", ">", "!", ":") or text[position + 1 : position + 2] in ("<", ">")
-        ):
+        before, after = text[position - 1 : position], text[position + 1 : position + 2]
+        if separator == "=" and (before in ("<", ">", "!", ":") or after in ("<", ">")):
             continue
         parts.append(text[start:position].strip())
         start = position + 1

@@ -115,11 +115,8 @@ def parse_number(text: str, *, trusted: bool = False) -> Number | None:
     if set_off := _SET_OFF.match(text):
         text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
     text = _plain_digits(text)
-    if (
-        text.endswith(")")
-        and (twice := _SPELLED_TWICE.fullmatch(text))
-        and parse_number(twice[1]) == _parse_words(twice[2], trusted)
-    ):
+    twice = _SPELLED_TWICE.fullmatch(text) if text.endswith(")") else None
+    if twice and parse_number(twice[1]) == _parse_words(twice[2], trusted):
         text = twice[1]  # "7 (seven)"
     negative = text.lower().startswith(("minus ", "negative "))
     if negative:
@@ -127,9 +124,7 @@ def parse_number(text: str, *, trusted: bool = False) -> Number | None:
     value = _parse_digits(text.strip(), trusted)
     if value is None:
         value = _parse_words(text, trusted)
-    if value is None:
-        return None
-    return -value if negative else value
+    return value if value is None or not negative else -value
 
 
 def answer_number(text: str) -> Number | None:

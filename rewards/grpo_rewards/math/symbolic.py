@@ -71,10 +71,10 @@ def shut_down() -> None:
     _server().close()
 
 
-_servers: dict[int, Server] = {}
+_servers: dict[int, SymbolicServer] = {}
 
 
-def _server() -> Server:
+def _server() -> SymbolicServer:
     """Return this process's server. One inherited through a fork is the parent's, and its pipe must not be shared."""
     pid = os.getpid()
     for other in list(_servers):
@@ -82,7 +82,7 @@ def _server() -> Server:
         if other != pid and (inherited := _servers.pop(other, None)) is not None:
             inherited.abandon()
     if pid not in _servers:
-        atexit.register(_servers.setdefault(pid, Server()).close)
+        atexit.register(_servers.setdefault(pid, SymbolicServer()).close)
     return _servers[pid]
 
 
@@ -90,7 +90,7 @@ class _ServerDied(Exception):
     """The server ended, or wrote something that is not a reply."""
 
 
-class Server:
+class SymbolicServer:
     """Client of one server process. Threads take turns.
 
     Args:
@@ -216,7 +216,9 @@ class _Connection:
         self._asked += 1
         end = time.monotonic() + request["seconds"] + _GRACE_SECONDS
         try:
-            _write_whole(_pipe(process.stdin), json.dumps({"number": self._asked, **request}).encode() + b"\n")
+            rest = memoryview(json.dumps({"number": self._asked, **request}).encode() + b"\n")
+            while rest:  # a signal whose handler returns may cut a write short
+                rest = rest[_pipe(process.stdin).write(rest) :]
             while True:
                 number, verdict = json.loads(_read_line(process, end - time.monotonic()))
                 if number == self._asked:
@@ -272,12 +274,6 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):
             _pipe(pipe).close()
-
-
-def _write_whole(pipe: IO[bytes], content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:  # a signal whose handler returns may cut a write short
-        rest = rest[pipe.write(rest) :]
 
 
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
@@ -383,31 +379,24 @@ class Child:
 def _run_child(requests: int, verdicts: int) -> None:
     """Answer requests until the pipe closes. Exit without a verdict when out of memory."""
     try:
-        _detach()
+        # The pipes to the trainer must close with the server, even while a child runs on.
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
         limit_memory(MEMORY_BYTES)
         with open(requests, "rb") as lines:
             for request in map(json.loads, lines):
                 # If the server is killed during a comparison, nothing else ends its child.
                 limit_cpu(request["seconds"])
-                _reply(verdicts, _verify_whatever(request["gold"], request["answer"]))
+                try:
+                    verdict = verify(request["gold"], request["answer"])
+                except MemoryError:
+                    raise
+                except Exception:  # the parser may raise any; then the answers were not shown to be equal
+                    verdict = False
+                _reply(verdicts, verdict)
     finally:
         os._exit(0)
-
-
-def _verify_whatever(gold: str, answer: str) -> bool:
-    try:
-        return verify(gold, answer)
-    except MemoryError:
-        raise
-    except Exception:  # the parser may raise anything on a model's text; then the answers were not shown to be equal
-        return False
-
-
-def _detach() -> None:
-    # The pipes to the trainer must close with the server, even while a child runs on.
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
 
 
 def _reply(descriptor: int, reply: Any) -> None:

@@ -59,8 +59,7 @@ def main() -> None:
         # Without this file's `annotations` from `__future__`, which would turn the program's annotations into text.
         exec(compile(request["program"], "program.py", "exec", dont_inherit=True), vars(module))
     except BaseException as error:
-        lines = [["!", type(error).__name__]]
-        os.write(results, json.dumps(lines[0]).encode() + b"\n")
+        os.write(results, json.dumps(["!", type(error).__name__]).encode() + b"\n")
         os._exit(1)
     for setup, call in request["calls"]:
         try:

@@ -203,9 +203,8 @@ def _failure(mechanisms: Sequence[str]) -> str | None:
         return str(error)
     if outcome.stdout == b"42\n":
         return None
-    return (
-        f"`{interpreter()}` ends with code {outcome.code}: {one_line(outcome.stderr.decode(errors='replace'))[-200:]}"
-    )
+    message = one_line(outcome.stderr.decode(errors="replace"))[-200:]
+    return f"`{interpreter()}` ends with code {outcome.code}: {message}"
 
 
 def described_isolation() -> str:

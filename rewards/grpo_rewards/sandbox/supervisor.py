@@ -199,7 +199,9 @@ def _run_init(request: dict[str, Any], reporting: int, output: int, errors: int)
             signal.signal(number, signal.SIG_DFL)
         confinement.die_with_parent()
         mechanisms, folder, uid = request["mechanisms"], request["folder"], request["uid"]
-        processes = _process_limit(request["limits"]["processes"], mechanisms, uid)
+        processes = request["limits"]["processes"]
+        if uid is None:  # the limit counts the user's other processes too: in a namespace of users, ours alone
+            processes += _OURS if "namespaces" in mechanisms else confinement.tasks_of(os.geteuid())
         given = _input_file(request["stdin"])
         if "namespaces" in mechanisms:
             confinement.enter_small_root(folder, request["limits"]["disk_bytes"])
@@ -208,7 +210,9 @@ def _run_init(request: dict[str, Any], reporting: int, output: int, errors: int)
         program = os.fork()
         if program == 0:
             _confine(mechanisms, folder, uid, request["limits"], processes)
-            _start(folder, given, output, errors)
+            for target, descriptor in enumerate((given, output, errors)):
+                os.dup2(descriptor, target)
+            os.execve(sys.executable, [sys.executable, "-B", "-s", "-S", "-c", _BOOTSTRAP], _ENVIRONMENT)
         os.close(output)
         os.close(errors)
         while True:
@@ -221,14 +225,6 @@ def _run_init(request: dict[str, Any], reporting: int, output: int, errors: int)
         _report(reporting, {"error": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
-
-
-def _process_limit(most: int, mechanisms: list[str], uid: int | None) -> int:
-    """Return the number of processes that the user of a program may have, for at most `most` of the program's own."""
-    if uid is not None:  # nobody else has this user
-        return most
-    # The limit counts the user's other processes too: in a namespace of users, ours alone.
-    return most + (_OURS if "namespaces" in mechanisms else confinement.tasks_of(os.geteuid()))
 
 
 def _report(descriptor: int, report: dict[str, Any]) -> None:
@@ -270,14 +266,6 @@ def _confine(mechanisms: list[str], folder: str, uid: int | None, limits: dict[s
     confinement.set_limits(limits, processes)
     if "seccomp" in mechanisms:
         confinement.refuse_system_calls()
-
-
-def _start(folder: str, given: int, output: int, errors: int) -> NoReturn:
-    """Become the interpreter that runs the program."""
-    for target, descriptor in enumerate((given, output, errors)):
-        os.dup2(descriptor, target)
-    os.execve(sys.executable, [sys.executable, "-B", "-s", "-S", "-c", _BOOTSTRAP], _ENVIRONMENT)
-    raise AssertionError("execve returned")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ therefore not find the expected value in a frame, replace `abs`, or return an ob
 | judgement | here | literals, comparisons, `in`, `is None`, `and`, `or`, `not`, `+`, `-`, functions in `FUNCTIONS` |
 
 Each comparison has a side without a call. An assertion that lets the program judge itself, such as
-`assert f(1) == g(1)` or `assert all(f(n) == n for n in range(3))`, is left out with the reason.
+`assert f(1) == g(1)` or `assert all(f(n) == n for n in range(3))`, is dropped with the reason.
 
 Statements around the assertions (imports, `root = Node(1)`) run beside the program, in their order. A name that they
 give to a literal stays here, unless a call needs it: `expected = [1, 2]` never reaches the program.
@@ -87,10 +87,10 @@ class Assertion:
     """Assertion with its calls taken out.
 
     Attributes:
-        source: The assertion as written.
-        calls: Expressions to evaluate beside the program.
-        judgement: The expression around them, in which the name "0" stands for the value of the first call.
-        setup: Statements to run beside the program before the first call.
+        source: assertion as written.
+        calls: expressions to evaluate beside the program.
+        judgement: expression around them, in which the name "0" stands for the value of the first call.
+        setup: statements to run beside the program before the first call.
     """
 
     source: str
@@ -107,7 +107,7 @@ class Assertion:
 
 
 def read_assertions(*sources: str, entry_point: str = "") -> list[Assertion]:
-    """Return the assertions of test code that can be split. One that calls nothing of the program tests nothing.
+    """Return the assertions of test code that can be split. An assertion without a call of the program is dropped.
 
     Args:
         sources: texts of Python code, in the order in which they run.
@@ -354,7 +354,7 @@ def _stored(statement: ast.stmt) -> set[str]:
 
 
 def _is_standard(statement: ast.stmt) -> bool:
-    """Return False for an import of a module that the sandbox lacks."""
+    """Return False for an import of a module that the sandbox lacks, else True."""
     for node in ast.walk(statement):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -535,4 +535,6 @@ def _decoded(read: Any) -> Any:
 
 
 _CONTAINERS: Mapping[str, Callable[..., Any]] = {"l": list, "t": tuple, "s": set, "z": frozenset}
-_NUMBERS = {"i": lambda text: int(text, 16), "f": float, "c": complex, "b": bytes.fromhex}
+_NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "i": lambda text: int(text, 16), "f": float, "c": complex, "b": bytes.fromhex,
+}  # fmt: skip

@@ -96,7 +96,7 @@ class UnbuiltReward:
         return self.name
 
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> Any:
-        """Raise RewardSpecError, because there is no reward to call yet."""
+        """Raise RewardSpecError, because the reward is not built yet."""
         raise RewardSpecError(f"reward `{self.name}`", "it was not built", "build it with `call_factories=True`")
 
 
@@ -115,7 +115,7 @@ def with_declarations(function: Reward, weight: float) -> BuiltReward:
 
 
 def with_arguments(reward: Reward, arguments: Mapping[str, Any], name: str | None = None) -> BoundReward:
-    """Return a reward with arguments that every call adds, in place of the caller's; None for its own name."""
+    """Return a reward with arguments that every call adds, in place of the caller's, and perhaps another name."""
     bound = AsyncBoundReward if is_async(reward) else BoundReward
     return bound(reward, callable_name(reward) if name is None else name, arguments)
 

@@ -179,7 +179,7 @@ def read_choices(value: Any) -> Choices | None:
     return _choices(labels, texts) if pairs else None
 
 
-def _label_and_text(value: Any) -> list[tuple[Any, Any]]:
+def _label_and_text(value: Any) -> Sequence[tuple[Any, ...]]:
     value = listed(value)
     if isinstance(value, Mapping):
         if set(value) == {"text", "label"}:

@@ -1,4 +1,4 @@
-"""Grammar of claims: whether the words around "the answer is" or a box deny it, doubt it or take it back.
+"""Grammar of claims: words around "the answer is" or a box that deny it, doubt it or take it back.
 
 A claim is read in three places. The clause before it may leave it unclaimed ("I doubt that", "one more than"). The
 words that touch the answer may deny it ("not 18", "18 is wrong"). The sentence behind it may take it back ("No.").

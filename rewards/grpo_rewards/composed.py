@@ -160,7 +160,7 @@ class GateReward(ComposedReward):
 def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[BuiltReward]:
     """Yield the single rewards that `rewards` are made of, each with its weight in the total (times `weight`).
 
-    A sum or a gate yields its parts. `group_length` yields itself and the reward that tells right from wrong. A reward
+    A sum or a gate yields its parts. `group_length` yields itself and the reward that it consults. A reward
     whose score is not part of the total, such as the condition of a gate, has the weight 0.
     """
     for reward in rewards:

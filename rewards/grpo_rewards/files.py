@@ -23,11 +23,11 @@ MODEL_JSON = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "processor_config.json", "preprocessor_config.json", "tokenizer.json",
 )  # fmt: skip
-"""JSON objects beside the weights that loading a model or its tokenizer reads."""
+"""Files with a JSON object that are read with the weights when a model or its tokenizer is loaded."""
 
 
 class UnreadableFile(UserError):
-    """A file that is not regular, is too large, or does not hold what it should. The place is its path."""
+    """File that is not regular, is too large, or has the wrong content. The place is its path."""
 
 
 def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
@@ -75,7 +75,7 @@ def read_json(path: Path, most: int = JSON_BYTES) -> Any:
 
 
 def parse_json(path: Path, text: str) -> Any:
-    """Return the JSON value of a file's text. Raises `UnreadableFile` if there is none."""
+    """Return the JSON value of a file's text. Raise `UnreadableFile` if the text is not JSON."""
     try:
         return json.loads(text)
     except RecursionError as error:

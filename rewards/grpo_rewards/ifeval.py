@@ -27,7 +27,7 @@ from grpo_rewards.strict import parse_json
 from grpo_rewards.vocabulary import words_of
 
 Check = Callable[..., bool]
-"""Function that returns True if a text follows an instruction, whose arguments it takes by keyword."""
+"""Function of a text and, by keyword, the arguments of an instruction. It returns True if the text follows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def read_instructions(names: Any, arguments: Any) -> list[tuple[str, Check]]:
         arguments: list with a mapping of arguments for each name.
 
     Raises:
-        ValueError: the row has no instruction, or one with an unknown name or a bad argument; the message says which.
+        ValueError: the row has no instruction, or one with an unknown name or a bad argument. The message names it.
     """
     if not _is_list(names) or not _is_list(arguments) or len(names) != len(arguments) or not names:
         raise ValueError("no list of instructions with as many mappings of arguments")
@@ -136,7 +136,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-# --- Arguments: each reader returns the value, or None for one that has not the form in _FORMS. ---
+# --- Arguments: each reader returns the value, or None for a value without the form in _FORMS. ---
 
 
 def _count(value: Any) -> int | None:
@@ -239,8 +239,8 @@ _ABBREVIATED = words_of("ifeval.abbreviations")
 def count_sentences(text: str) -> int:
     """Return the number of sentences: one ends with the text, or in `!`, `?` or a period before white space.
 
-    A period behind an abbreviation or an initial, or before a word in lower case, ends no sentence. A closing mark that
-    stands alone belongs to the sentence before it, as in NLTK.
+    A period behind an abbreviation or an initial, or before a word in lower case, does not end a sentence. A closing
+    mark that stands alone belongs to the sentence before it, as in NLTK.
     """
     words = [word for word in text.split() if word.strip("\"'”’)]}")]
     return sum(_ends_sentence(word, following) for word, following in pairwise(words)) + bool(text.strip())
@@ -419,13 +419,13 @@ def count_capital_words(text: str) -> int:
 
 @_kind("change_case:english_capital")
 def _english_capital(text: str) -> bool:
-    """Return True if there is a capital letter and no small one. Any language will do, other than in the reference."""
+    """Return True if there is a capital letter and no small one. Unlike the reference, this takes any language."""
     return text.isupper()
 
 
 @_kind("change_case:english_lowercase")
 def _english_lowercase(text: str) -> bool:
-    """Return True if there is a small letter and no capital one. Any language will do, other than in the reference."""
+    """Return True if there is a small letter and no capital one. Unlike the reference, this takes any language."""
     return text.islower()
 
 

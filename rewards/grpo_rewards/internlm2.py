@@ -126,7 +126,7 @@ def checkpoint_folder(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return `config.json` of a checkpoint folder, after a check of every file that loading reads beside the weights.
+    """Return `config.json` of a checkpoint folder, after a check of every file but the weights that loading reads.
 
     Raises:
         UserError: `config.json` is absent, or a file is damaged or unsafe to read.

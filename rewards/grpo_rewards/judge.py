@@ -264,7 +264,7 @@ def read_score(reply: str, lowest: float, highest: float, pattern: str | None = 
 
     Args:
         reply: one JSON object with a number `score`, bare or in a fence, and nothing else. With a `pattern`, any text
-            whose last line matches the pattern from end to end. A reply that only quotes a score has none.
+            whose last line matches the pattern from end to end. A reply that only quotes a score is not a verdict.
         lowest: smallest score.
         highest: largest score.
         pattern: RE2 pattern with one group.

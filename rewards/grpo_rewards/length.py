@@ -62,7 +62,7 @@ class GroupLength(BaseReward):
 
     @property
     def consulted(self) -> tuple[Any, ...]:
-        """Reward that decides whether a completion is correct."""
+        """Reward that decides if a completion is correct."""
         return (self.correctness,)
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:

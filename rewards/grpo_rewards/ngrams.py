@@ -148,17 +148,18 @@ class Repetition(BaseReward):
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         pay: list[float | None] = []
-        reasons, repeated = [], 0.0
+        reasons: list[str] = []
+        shares: list[float] = []
         for completion in completions:
             share = repeated_share(without_counters(words(completion_text(completion))), self.ngram)
             if share is None:
                 pay.append(0.0)
                 reasons.append(f"fewer than {self.ngram} words")
                 continue
-            repeated += share
+            shares.append(share)
             pay.append(self.pay + share * (self.pay_repeated - self.pay))
             reasons.append(f"{share:.1%} of its {self.ngram}-grams of words occurred before")
-        return Scored(pay, metrics={"repeated": repeated / max(len(pay), 1)}, reasons=reasons)
+        return Scored(pay, metrics={"repeated": sum(shares) / max(len(pay), 1)}, reasons=reasons)
 
 
 repetition = Repetition()

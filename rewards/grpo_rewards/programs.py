@@ -81,10 +81,10 @@ class Returned:
     """Call of a function of the program, and the values that it may return.
 
     Attributes:
-        source: The call as in the tests.
-        calls: The expression to evaluate beside the program.
-        accepted: Values, one of which it must return. A tuple counts as a list, because JSON has none.
-        setup: Statements to run before the call.
+        source: call as in the tests.
+        calls: expression to evaluate beside the program.
+        accepted: values of which it must return one. A tuple counts as a list, because JSON has none.
+        setup: statements to run before the call.
     """
 
     source: str
@@ -109,9 +109,9 @@ class ProgramVerdict:
     """Verdict on a program.
 
     Attributes:
-        passed: Number of tests that it passes.
-        total: Number of tests.
-        reason: Reason why it fails the first test that it fails; "" if it passes all.
+        passed: number of tests that it passes.
+        total: number of tests.
+        reason: reason for the first failed test; "" if it passes all.
         out_of_time: True if it was stopped at its limit of time.
     """
 
@@ -207,7 +207,7 @@ class UnitTests(TaggedReward):
 
     @property
     def looks_at(self) -> str:
-        """Clause for messages that says where in a completion the reward looks for a program."""
+        """Clause for messages: where in a completion the reward looks for a program."""
         return "in the last fence"
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
@@ -216,7 +216,7 @@ class UnitTests(TaggedReward):
         return None if is_found else f"no completion has a program {self.looks_at}"
 
     def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
-        """Return a sentence if assertions are left out, of which others in their row are used; else None."""
+        """Return a sentence if some assertions of a row are dropped and others are used; else None."""
         left_out = [(row, reason) for row, tests in golds for reason in _left_out(_tests_text(tests))]
         if not left_out:
             return None
@@ -269,7 +269,7 @@ class UnitTests(TaggedReward):
         return self.pay * verdict.passed / verdict.total if self.rule == "share" and verdict.total else 0.0
 
     def _program(self, completion: Any) -> str | None:
-        """Return the program of a completion, or None if it has none."""
+        """Return the program of a completion, or None without one."""
         blocks = fenced_blocks(self._outside_thinking(completion_text(completion)))
         # An unmarked fence behind the program is mostly what it prints.
         programs = [body for label, body in blocks if label in _LABELS] or [body for label, body in blocks if not label]
@@ -377,7 +377,7 @@ def checked_isolation(required: str) -> str:
 
 
 def _processors() -> int:
-    """Return the number of processors for this process, of which every process of a launch takes its part."""
+    """Return this process's share of the processors: every process of a launch gets the same."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, available // (int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1))
@@ -476,7 +476,7 @@ def _codes(text: str) -> list[str]:
 
 
 def _left_out(text: str) -> list[str]:
-    """Return the reasons why some assertions of a row are left out, if others are not."""
+    """Return the reasons why some assertions of a row are dropped, if others are not."""
     try:
         entries = _entries(text)
         tests = read_tests(*entries, entry_point="f") if _are_codes(entries) else []

@@ -44,14 +44,14 @@ _TOKEN = re.compile(r"\b(?:(?:hf_|sk-|ghp_)[\w-]{16,}|github_pat_\w{20,}|AKIA[0-
 # Up to the last `@`, because a password may hold any character; without a password, up to the last one before the path.
 _USER = re.compile(r"(?<=://)(?:[^\s/?#:@\"'<>`]{1,200}:[^\s\"'<>`]{1,200}|[^\s/?#\"'<>`]{1,400})(?=@)")
 
-_OPTION = re.compile(r"--\w")  # the character tells an option from a value that starts with a hyphen
+_OPTION = re.compile(r"--\w")  # the character separates an option from a value that starts with a hyphen
 
 # A shorter secret found inside a text is as likely an ordinary word of the text.
 _SHORTEST = 6
 
 
 def is_secret(key: object, value: object) -> bool:
-    """Return True if the words of `key` say that `value` is a secret, rather than a number or a yes or no."""
+    """Return True if the words of `key` name a secret and `value` can be one: not a number, a yes or a no."""
     if not isinstance(key, str) or value is None or isinstance(value, bool) or value in ("", HIDDEN):
         return False
     words = [word.lower() for word in _WORDS.findall(key[-_LONGEST_KEY:])]
@@ -143,7 +143,7 @@ def hidden_places(value: Any) -> Iterator[str]:
 
 
 def secret_values(value: Any) -> set[str]:
-    """Return the secrets in `value` as text, by key and by shape, without those too short to tell from other words."""
+    """Return the secrets in `value` as text, by key and by shape, without those as short as other words."""
     found: set[str] = set()
     for _, text, is_whole in _leaves(value):
         if is_whole:

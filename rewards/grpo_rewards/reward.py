@@ -1,4 +1,4 @@
-"""Base classes of the rewards, which declare what callers need to know beside the scores.
+"""Base classes of the rewards, which declare what callers need to know in addition to the scores.
 
 A plain function is a valid reward too. `FunctionReward` gives it the interface of the base class.
 """
@@ -62,7 +62,7 @@ def checked_positive(value: Any, key: str) -> float:
 
 
 def reaches(score: Any, pay: float) -> Any:
-    """Return True if a score is at least `pay`, up to the rounding of float32, in which trainers keep scores.
+    """Return True if a score is at least `pay`, up to rounding: trainers keep scores in float32.
 
     `score` may also be an array or a pandas object, which is compared by element.
     """
@@ -70,7 +70,7 @@ def reaches(score: Any, pay: float) -> Any:
 
 
 def is_passing(score: Any, passes_at: float | None) -> Any:
-    """Return True if a score of a correctness reward is that of a right completion; any positive one if not known.
+    """Return True if a correctness reward gives this score to right completions. Without `passes_at`, any positive one.
 
     Args:
         score: score, or scores as in `reaches`.
@@ -101,7 +101,7 @@ def check_choice(value: Any, key: str, choices: Sequence[str]) -> None:
 
 @dataclass
 class Scored:
-    """Scores of a batch and the values that are logged beside them. A list has one entry per completion.
+    """Scores of a batch and the values that are logged with them. A list has one entry per completion.
 
     Attributes:
         pay: scores; None for a row that cannot be scored.
@@ -117,11 +117,11 @@ class Scored:
 
 
 class BaseReward:
-    """Base class of this package's rewards: frozen dataclasses that a trainer logs under their field `name`."""
+    """Base class of this package's rewards. They are frozen dataclasses, logged under their field `name`."""
 
     kind: ClassVar[Kind] = "other"
     needs_whole_groups: ClassVar[bool] = False
-    """True if the reward compares the completions of a group, so that no group may be split over calls."""
+    """True if the reward compares the completions of a group. A group must not be split over calls then."""
     gold_forms: ClassVar[str] = ""
     """Clause for error messages that describes a valid gold."""
     reward_fields: ClassVar[tuple[str, ...]] = ()
@@ -227,7 +227,7 @@ class BaseReward:
     def validate(self, rows: int, columns: Mapping[str, Any]) -> list[bool]:
         """Return, for each row of the dataset, True if the reward can score it.
 
-        An empty completion shows this: a reward returns None for a row that it cannot score, whatever the completion.
+        Each row is scored with an empty completion. None means that its gold cannot be used.
 
         Args:
             rows: number of rows.
@@ -240,7 +240,7 @@ class BaseReward:
 
     @property
     def looks_at(self) -> str:
-        """Clause for messages that says where in a completion the reward looks for an answer."""
+        """Clause for messages: where in a completion the reward looks for an answer."""
         return "where it looks"
 
     def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
@@ -277,7 +277,7 @@ class TaggedReward(BaseReward):
 
     @property
     def highest_pay(self) -> float:
-        """Largest of the amounts that the reward pays, of which one alone stands beside 0."""
+        """Largest amount that the reward pays. A reward with a single amount also pays 0."""
         amounts = [getattr(self, key) for key in self.payments]
         return max(amounts) if len(amounts) > 1 else max(*amounts, 0.0)
 

@@ -259,7 +259,7 @@ def length_buckets(
         lengths: lengths in descending order.
         prefix: tokens of cached keys and values before each row.
         max_tokens: largest number of tokens in a batch of more than one row, with the prefix of each row.
-        forward_cost: cost of one batch in tokens, beside rows * its longest sequence.
+        forward_cost: cost of one batch in tokens, in addition to rows * its longest sequence.
 
     Returns:
         The total cost in tokens, and the batches as slices of `lengths`.

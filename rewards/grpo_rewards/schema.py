@@ -216,7 +216,7 @@ def find_object(text: str, layout: str, tag: str) -> dict[str, Any]:
         tag: name of the answer tag.
 
     Raises:
-        ValueError: there is no object, several, or something else; the message says which.
+        ValueError: there is no object, several, or something else. The message names it.
     """
     place = _place(text, layout, tag)
     try:

@@ -80,7 +80,7 @@ def json_text(value: Any) -> str | None:
 
 @lru_cache(maxsize=256)
 def usable_schema(text: str) -> CompiledSchema | str:
-    """Return a schema ready to validate with, or the sentence that says why it can't be used.
+    """Return a schema ready to validate with, or a sentence on why it can't be used.
 
     Raises:
         UserError: jsonschema or google-re2 is not installed.

@@ -40,7 +40,7 @@ def parse_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
         max_depth: number of arrays and objects that may be open at once.
 
     Raises:
-        ValueError: the text is not one JSON value, or exceeds a bound; the message says why.
+        ValueError: the text is not one JSON value, or exceeds a bound. The message gives the reason.
     """
     if len(text) > MAX_CHARS:
         raise ValueError(f"longer than {MAX_CHARS} characters")
@@ -94,7 +94,7 @@ def _constant(literal: str) -> NoReturn:
 
 
 class DuplicateKey(UserError, yaml.YAMLError):
-    """A mapping with one key given twice. The place is the key, and the problem names both lines."""
+    """Mapping with one key given twice. The place is the key, and the problem names both lines."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -125,7 +125,7 @@ def load_yaml(text: str) -> Any:
 
 
 class PatternError(UserError):
-    """A pattern that RE2 does not support."""
+    """Pattern that RE2 does not support."""
 
 
 @lru_cache(maxsize=1024)

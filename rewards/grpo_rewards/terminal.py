@@ -197,7 +197,7 @@ class LastingStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.error: OSError | None = None
-        """First failure. A reader that closes its pipe early, as `head` does, is no failure."""
+        """First failure. A reader that closes its pipe early, as `head` does, is not a failure."""
 
     def write(self, text: str) -> int:
         """Write text, or drop it after a failure."""
@@ -232,13 +232,13 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[LastingStream]:
-    """Let no closed pipe or full disk behind standard output or standard error raise within the block.
+    """Keep a closed pipe or a full disk behind standard output or standard error from raising within the block.
 
-    A command whose reader has gone ends as usual. A command whose output can't be written says so once, on standard
-    error.
+    A command whose reader has gone ends as usual. A command whose output can't be written prints one line about it, on
+    standard error.
 
     Yields:
-        Standard output, whose `error` tells the caller of a failure.
+        Standard output. Its `error` is set after a failure.
     """
     before = sys.stdout, sys.stderr
     output, errors = LastingStream(sys.stdout or io.StringIO()), LastingStream(sys.stderr or io.StringIO())

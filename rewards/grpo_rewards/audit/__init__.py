@@ -1,1 +1,1 @@
-"""Audit of a reward: wrong completions made from a dataset, checks of the reward's contract, and lazy strategies."""
+"""Audit of a reward: wrong completions made from a dataset, and checks of the reward's contract."""

@@ -1,6 +1,6 @@
-"""Audit of rewards: which wrong completions they pay, and whether they keep their contract.
+"""Audit of rewards: the wrong completions that they pay, and breaches of their contract.
 
-A reward returns one finite number or None for any completion, the same whenever and beside whatever it is scored.
+The contract: a reward returns one finite number or None for any completion, at any time and among any other rows.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class Audit:
 
 
 def judged_rewards(rewards: Sequence[BuiltReward]) -> list[BuiltReward]:
-    """Return the rewards that are judged: those of the kind `correctness`, or else the one that declares no kind."""
+    """Return the rewards that are judged: those of the kind `correctness`, or else the only one without a kind."""
     single = different_rewards(rewards)
     models = [reward.name for reward in single if reward.kind == "judge" or reward.declared.model_source is not None]
     if models:
@@ -409,7 +409,7 @@ class Auditor:
         return Audit(len(self.questions), self.unreadable, verdicts, broken)
 
     def setting_of(self, reward: BuiltReward) -> Setting:
-        """Return the first way to call a reward in which it tells right answers from others, in its best layout."""
+        """Return the first way to call a reward in which right answers earn more than others, in its best layout."""
         tags, words = getattr(reward.unbound, "tags", None), wrong_completions.source_texts(reward.unbound)
         layouts = wrong_completions.layouts_for(words, tags if isinstance(tags, tuple) else None, self.template)
         ways = dict.fromkeys(way for question in self.questions[:_PROBED] for way in question.ways())
@@ -518,7 +518,7 @@ def auditor_of(
         specs: specs of the rewards, as in a recipe.
         rows: rows of a dataset, each with its number in the file.
         file: name of the dataset, for messages.
-        gold_column: name of the column with the gold; None for the one that the rewards read.
+        gold_column: name of the column with the gold; None for the column that the rewards read.
         right: name of the column with a right completion of each row, for a reward that compares with no gold.
         layout: completion with `{answer}` in it; None to search for the layout that pays best.
         most: largest number of audited rows.

@@ -232,7 +232,7 @@ class CompletionLayout:
         return self.opening.replace("{thinking}", thinking) + "\n".join(places)
 
     def unclosed(self, answer: str) -> list[str]:
-        """Return a completion that ends before the place of the answer is closed; none if nothing closes it."""
+        """Return a completion that ends before the place of the answer is closed, or [] if nothing closes it."""
         end = self.slot.partition(ANSWER)[2].strip()
         return [self.render(answer).rstrip().removesuffix(end)] if end.startswith(("<", "}", "`")) else []
 
@@ -310,7 +310,7 @@ class Case:
 
     @property
     def other(self) -> str:
-        """A wrong answer."""
+        """Wrong answer."""
         wrong = [text for text in (*self.others[:1], *_changed(self)) if not self.question.is_right(text)]
         return wrong[0] if wrong else "something else"
 
@@ -362,11 +362,7 @@ def _another_number(case: Case) -> list[str]:
     moved = [number + step for step in (1, -1, Fraction(2, 5), Fraction(-2, 5), Fraction(9, 10))]
     scaled = [number * factor for factor in (-1, 10, 1000, Fraction(1, 10))]
     rounded = [Fraction(round(number / step)) * step for step in (1, 10, 100)]
-    written = [
-        str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
-        for value in (*moved, *scaled, *rounded)
-    ]
-    return case.state(written)
+    return case.state(map(_written, [*moved, *scaled, *rounded]))
 
 
 def _longer(case: Case) -> list[str]:
@@ -394,7 +390,7 @@ def _cut_or_reordered(case: Case) -> list[str]:
     return [*case.state([*cut, *reordered] if form != "choice" else cut), *map(case.place, apart)]
 
 
-# --- The gold beside other values, or where it does not count ---
+# --- The gold with other values, or where it does not count ---
 
 
 def _several_values(case: Case) -> list[str]:
@@ -486,6 +482,10 @@ KINDS: dict[str, Callable[[Case], list[str]]] = {
     "code": _code,
 }
 """Kinds of wrong completions by name."""
+
+
+def _written(number: Fraction) -> str:
+    return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"
 
 
 def _changed(case: Case) -> list[str]:

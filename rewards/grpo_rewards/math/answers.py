@@ -1,4 +1,4 @@
-r"""The final answer that a completion states, as written: where it is, and whether the words around it claim it.
+r"""The final answer that a completion states, as written, if the words around it claim it.
 
 `extract_answer` finds it, `numbers` reads the number in it, `golds` reads the gold of a dataset, and `comparison` gives
 the verdict. No step evaluates text as code.

@@ -2,7 +2,7 @@ r"""Formulas before they are compared by math-verify, which skips what it does n
 
 math-verify drops `\text{ is wrong}`, `\ldots`, primes and all but the last side of an equation, takes a set for a
 pair, and multiplies the parts of a mixed number. `comparisons` therefore reads an answer as a whole. It returns the
-pairs of formulas that math-verify is to compare, or says that the answer can't be the gold: something in the answer is
+pairs of formulas that math-verify is to compare, or None if the answer can't be the gold: something in the answer is
 neither in the gold nor part of a formula.
 """
 
@@ -21,7 +21,7 @@ from grpo_rewards.vocabulary import words_of
 
 
 class TooComplex(Exception):
-    """The formula is nested too deeply, or its numbers are too large, to be compared in bounded time."""
+    """Formula that is nested too deeply, or has too large numbers, to be compared in bounded time."""
 
 
 _MAX_DEPTH = 24
@@ -122,7 +122,7 @@ def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
 
 
 def is_name(text: str) -> bool:
-    """Return True if a text is the sign of a value, as the left side of `f(2) = 5` is. Words are no sign."""
+    """Return True if a text is the sign of a value, as the left side of `f(2) = 5` is. Words are not."""
     return re.search(r"(?<![a-zA-Z\\])[a-zA-Z]?[a-z]{2}", text) is None and _NAME.fullmatch(respelled(text)) is not None
 
 
@@ -292,7 +292,7 @@ def _without_units(text: str) -> tuple[str, str]:
         start = match.start()
         rest = body[:start].rstrip(" /\\*")
         if word and len(word.group()) == 1 and _letters(rest):
-            break  # a letter beside others is one of the formula
+            break  # a letter next to others is one of the formula
         body = rest
         if not body:
             return text, ""
@@ -453,7 +453,7 @@ def _brackets(text: str) -> Counter[tuple[str, int]]:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if "(" not in text and "\\{" not in text else text
     text = _CONNECTIVE.sub(",", _ENVIRONMENT.sub(" ", text)).replace(";", ",")
     found: Counter[tuple[str, int]] = Counter()
-    kinds, commas = [""], [0]  # of each group that is open
+    kinds, commas = [""], [0]  # one entry for each group that is open
     for character in text.replace("\\{", "\x02").replace("\\}", "\x03"):
         if character in "([\x02{":
             kinds.append(character)

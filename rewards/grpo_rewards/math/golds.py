@@ -22,7 +22,7 @@ from grpo_rewards.math.numbers import MAX_ANSWER_CHARS, Number, number_of_senten
 
 MAX_GOLDS = 64
 """Largest number of accepted answers of a row, each of which may need a symbolic comparison. A row with more can't be
-scored, whatever the reward."""
+scored by any reward."""
 
 _MATHS = re.compile(
     r"\$[^$]*\$|\\\(.*?\\\)|\\(?:begin|end|text\w*|mbox|math\w+)\s*\{[^{}]*\}|\\[a-zA-Z]+|[_^{}]", re.DOTALL
@@ -36,7 +36,7 @@ _CHOICE = re.compile(r"\\text(?:bf|rm)?\s*\{\s*\(([A-E])\)\s*\}\s*(?:\\[ ,;:!]|\
 
 
 def gold_answer(gold: object) -> str | None:
-    r"""Return the final answer of a dataset's gold, or None if it has none.
+    r"""Return the final answer of a dataset's gold, or None for a gold without one.
 
     A gold is a GSM8K solution (`... #### N`), a solution that ends in an `A: N` line or holds a `\boxed{N}`, or a bare
     answer. Prose of more than five words without such a mark is a final answer if it states one number, and if it has
@@ -68,7 +68,7 @@ def is_prose(text: str) -> bool:
 
 
 class Gold(NamedTuple):
-    """A gold, read once.
+    """Gold that was read once.
 
     Attributes:
         text: final answer as written.
@@ -80,7 +80,7 @@ class Gold(NamedTuple):
 
 
 def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
-    """Return the gold's final answer, or None if it has none. `decimal` is the decimal mark of a gold that is text."""
+    """Return the gold's final answer, or None without one. `decimal` is the decimal mark of a gold that is text."""
     text = gold_answer(gold)
     if text is None:
         return None
@@ -105,7 +105,7 @@ def _number_of_gold(text: str) -> Number | None:
 def accepted_golds(value: object) -> list[Any]:
     """Return the accepted answers of a row: of a list, an array or SQuAD's `{"text": [...]}`, or the one value.
 
-    A row with more than `MAX_GOLDS` has none, because it can't be scored.
+    A row with more than `MAX_GOLDS` can't be scored, so its list is empty.
     """
     if isinstance(value, str):  # the usual case first: asking for a mapping costs as much as reading an answer
         return [value]

@@ -161,13 +161,13 @@ def _right_side(text: str) -> Number | None:
     if number is None:
         return None
     for calculation in calculations:
-        plain = _UNIT_OF_NUMBER.sub(
-            lambda match: "" if _unit_scale(match.group(), trusted=True) == 1 else match.group(),
-            plain_latex(calculation),
-        )
-        if value_of(plain) != number:
+        if value_of(_UNIT_OF_NUMBER.sub(_without_harmless_unit, plain_latex(calculation))) != number:
             return None
     return number
+
+
+def _without_harmless_unit(match: re.Match[str]) -> str:
+    return "" if _unit_scale(match.group(), trusted=True) == 1 else match.group()
 
 
 def _plain_digits(text: str) -> str:
@@ -268,7 +268,7 @@ def _parse_words(text: str, trusted: bool) -> Number | None:
         taken = len(words)
     rest = " ".join(words[taken:])
     part = rest.removesuffix("s")
-    if taken and part in _PARTS and (part == rest) == (total + group == 1):  # "twenty-fifth" is no fraction
+    if taken and part in _PARTS and (part == rest) == (total + group == 1):  # "twenty-fifth" is not a fraction
         return Fraction(total + group, _PARTS[part])
     if taken == 0 or _unit_scale(f" {rest}" if rest else "", trusted) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Grammar of the words directly beside a number: what is counted or measured, and what the number is called.
+"""Grammar of the words next to a number: what is counted or measured, and what the number is called.
 
 Inside an answer slot, anything but a number with a known unit, a noun in the plural or a harmless addition is doubt:
 "18 nope", "page 18" and "18th of March" state no number. Units, prepositions and harmless additions can be listed.

@@ -28,7 +28,7 @@ CJK_NUMERALS = frozenset("〇一二三四五六七八九十百千万萬億亿兆
 
 # Words that, directly after a number, make it a bound, a guess or part of a larger number: "18 max", "18 squared".
 TAIL_WORDS = word_set("ish odd something some tops below plus minus point squared cubed pi")
-# Words that are no unit after "18" but put nothing in doubt elsewhere in a sentence.
+# Words that are not a unit after "18" but put nothing in doubt elsewhere in a sentence.
 NO_UNITS = TAIL_WORDS | word_set("and to over is are was isn both am pm")
 
 _DOUBTS = words_of("prose.doubts")
@@ -73,9 +73,9 @@ def is_foreign_measure(text: str) -> bool:
     return True
 
 
-_SYMBOL = re.compile(r"[\u0370-\u03ff\u2000-\u2bff\U0001d400-\U0001d7ff]|\A[\u0080-\u04ff]\Z")  # π is no noun
+_SYMBOL = re.compile(r"[\u0370-\u03ff\u2000-\u2bff\U0001d400-\U0001d7ff]|\A[\u0080-\u04ff]\Z")  # π is not a noun
 _MAX_FOREIGN = 20
-"""Number of characters of the longest word of another language that is taken for what is counted."""
+"""Number of characters of the longest word of another language that may be a counted noun."""
 
 _MAX_NUMBERS = 8
 """Number of quantities of the longest sentence that is read."""
@@ -145,7 +145,7 @@ _NEW_CLAUSE = word_set("and so then but leaving now")
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A word, or a number in digits.
+    """Word, or number in digits.
 
     Attributes:
         text: text as written; for a number, without what surrounds it.
@@ -164,7 +164,7 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """A run of tokens that is a number, or a word like "half".
+    """Run of tokens that is a number, or a word like "half".
 
     Attributes:
         start: index of the first token.
@@ -288,7 +288,7 @@ def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quan
     if len(emphasised) != 1:
         return None
     (answer,) = emphasised
-    # In "**In 3 days she has 18**" the emphasis says nothing about the number.
+    # In "**In 3 days she has 18**" the emphasis is not about the number.
     if tokens[answer.start - 1].span == tokens[answer.start].span:
         return None
     for left, right in pairwise(quantities):  # "17 or **18**" is a list, emphasis or not
@@ -296,10 +296,8 @@ def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quan
             return None
     for other in quantities:
         between = tokens[answer.end : other.start]
-        words, pause = (
-            {token.lower for token in between},
-            any(token.pause for token in (tokens[answer.end - 1], *between)),
-        )
+        words = {token.lower for token in between}
+        pause = any(token.pause for token in (tokens[answer.end - 1], *between))
         if other.start > answer.start and (pause or words.isdisjoint(_CIRCUMSTANCES) or words & _NEW_CLAUSE):
             return None
     # In "17 + 1 = **18**" the number is the result of a calculation that may be wrong.

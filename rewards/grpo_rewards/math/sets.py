@@ -18,10 +18,10 @@ _BUILDER = re.compile(
     rf"\s*\\\{{\s*{_NAME}\s*(?:\\in\s*(?:\\mathbb\s*\{{?R\}}?|\\R)\s*)?(?:\||:|\\(?:mid|vert)(?![a-zA-Z]))(.+)\\\}}\s*"
 )
 RELATION = re.compile(r"<=?|>=?|\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt|neq|ne)(?![a-zA-Z])")
-"""A sign of order, or of two values that differ."""
+"""Pattern of a sign of order, or of two values that differ."""
 
 INTERVAL = re.compile(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]|\\mathbb\s*\{?R")
-"""An interval, or the real numbers."""
+"""Pattern of an interval, or of the real numbers."""
 
 _STRICT = ("<", ">", "\\lt", "\\gt")
 _MAX_SIGNS = 2

@@ -47,7 +47,7 @@ STARTUP_SECONDS = 120.0
 _GRACE_SECONDS = 1.0
 
 _POLL_SECONDS = 0.1
-"""Interval at which a waiting thread looks whether any thread still uses the connection."""
+"""Interval at which a waiting thread checks if any thread still uses the connection."""
 
 _NO_START = "the symbolic comparison server did not start: `python -m grpo_rewards.math.symbolic` shows why."
 
@@ -87,7 +87,7 @@ def _server() -> SymbolicServer:
 
 
 class _ServerDied(Exception):
-    """The server ended, or wrote something that is not a reply."""
+    """End of the server, or output of it that is not a reply."""
 
 
 class SymbolicServer:
@@ -172,7 +172,7 @@ class SymbolicServer:
 
 
 class _Connection:
-    """One server process at a time, its pipes, and the number of its last request. One thread uses it at a time.
+    """One server process at a time, with its pipes and the number of its last request. One thread uses it at a time.
 
     A connection without references closes its pipes, and the server then ends itself.
     """
@@ -184,7 +184,7 @@ class _Connection:
 
     @property
     def pid(self) -> int | None:
-        """Process ID of the server, or None if there is none."""
+        """Process ID of the server, or None before it is started."""
         process = self._process
         return None if process is None else process.pid
 
@@ -223,7 +223,7 @@ class _Connection:
                 number, verdict = json.loads(_read_line(process, end - time.monotonic()))
                 if number == self._asked:
                     return verdict
-        except (BrokenPipeError, EOFError, ValueError, TypeError) as error:  # a reply cut off in its middle is no JSON
+        except (BrokenPipeError, EOFError, ValueError, TypeError) as error:  # a reply cut off in its middle is not JSON
             raise _ServerDied from error
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -293,7 +293,7 @@ _WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"
 def serve() -> None:
     """Answer comparisons on stdin until it closes: one JSON line in, one JSON line out, `[number, true|false|null]`.
 
-    The first line, which has the number 0, says that the server is ready.
+    The first line has the number 0: the server is ready.
     """
     for warm in _WARM_UP:  # math-verify builds its tables on first use: build them once, before any fork
         verify(*warm)
@@ -333,7 +333,7 @@ def verify(gold: str, answer: str) -> bool:
     from math_verify import verify as math_verify
 
     standard = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
-    # Units are compared before. A letter that is left is one of the formula: the h of a cylinder's volume is no hour.
+    # Units are compared before. A letter that is left is one of the formula: the h of a volume is not an hour.
     normalization = replace(standard.normalization_config, units=False)
     boxed = [replace(standard, normalization_config=normalization)]
     sides = []
@@ -346,7 +346,7 @@ def verify(gold: str, answer: str) -> bool:
 
 
 class Child:
-    """A forked child, as the server sees it."""
+    """Forked child, as the server sees it."""
 
     def __init__(self) -> None:
         requests, self._requests = os.pipe()

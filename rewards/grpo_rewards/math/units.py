@@ -1,4 +1,4 @@
-"""Known units of measurement, and whether two answers state different ones: 5 meters are not 5 feet.
+"""Known units of measurement, and a comparison of the units that two answers state: 5 meters are not 5 feet.
 
 An unknown unit ("18 frobs") is never compared. A missing unit agrees with each.
 """

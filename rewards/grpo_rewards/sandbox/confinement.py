@@ -81,7 +81,7 @@ _INODES = 4096
 def enter_namespaces() -> None:
     """Move this process into new namespaces of IPC, host name and network, and its children into one of PIDs.
 
-    Root needs no namespace of users. Anybody else gets one in which no other user exists.
+    Root needs no namespace of users. Any other user gets a namespace without other users.
     """
     flags = _NEW_UTS | _NEW_IPC | _NEW_PID | _NEW_NET
     uid, gid = os.geteuid(), os.getegid()
@@ -263,7 +263,7 @@ _FIRST_OWN_UID = 2_000_000_000
 
 
 def own_uid() -> int:
-    """Return a user ID for the programs of this process alone, which no other process has.
+    """Return a user ID that only the programs of this process have.
 
     RLIMIT_NPROC counts the processes of a user, and a user may kill its own processes. A container may not have such
     high numbers: its programs then share the user `nobody`.

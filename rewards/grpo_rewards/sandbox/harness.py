@@ -1,7 +1,7 @@
 """Program in the sandbox that evaluates calls of a model's program, and writes down their values.
 
 It is sent to the sandbox as source, and compares nothing: no expected value ever enters the process in which the
-model's program runs. Whoever takes over this process can only say what a call returned, which a function can say too.
+model's program runs. A program that takes over this process can only fake what a call returned, as a function can.
 
 The input is `{"program": …, "calls": [[setup, call], …]}`, where a setup is statements to run before the call. The
 output is one line of JSON for each call. Values are written down as data of Python's own types. An object of any other

@@ -4,7 +4,7 @@ r"""Runs of untrusted Python programs: each in processes of its own, with limits
     outcome.stdout  # b"42\n"
 
 Every run starts a supervisor (`supervisor`), which confines the program with what the system offers: `mechanisms`
-names it. docs/security.md says what that does not protect from.
+names it. docs/security.md lists what that does not protect from.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Outcome:
 
 
 class SandboxError(RuntimeError):
-    """Failure of the sandbox itself, which says nothing about the program."""
+    """Failure of the sandbox itself, not of the program."""
 
 
 def run(
     program: str, stdin: str = "", limits: Limits | None = None, mechanisms: Sequence[str] | None = None
 ) -> Outcome:
-    """Return the outcome of a Python program, of which no process and no file is left.
+    """Return the outcome of a Python program. None of its processes and files is left.
 
     It has the standard library, an empty folder and an environment that names nothing of this machine.
 
@@ -170,7 +170,7 @@ def _remove(folder: str) -> None:
 
 
 def interpreter() -> str:
-    """Return the path of this Python outside of any virtual environment, whose packages a program does not get."""
+    """Return the path of this Python outside of any virtual environment: a program gets no packages."""
     return os.path.realpath(sys.executable)
 
 

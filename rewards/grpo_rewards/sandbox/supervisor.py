@@ -129,7 +129,7 @@ class _Streams:
         return len(self.output) > self._most or len(self.errors) > self._most
 
     def _read(self, descriptor: int) -> bool:
-        """Read a piece, and return False if there is none left."""
+        """Read a piece, and return False if nothing is left."""
         try:
             piece = os.read(descriptor, _PIECE_BYTES)
         except BlockingIOError:
@@ -142,7 +142,7 @@ class _Streams:
 
 
 def _kill_all(child: int) -> None:
-    """Kill and reap `init`, whatever it started, and whatever that started.
+    """Kill and reap `init` and all its descendants.
 
     Without a PID namespace, all descendants are stopped before any is killed: a stopped process starts no other, and
     keeps its place under the limit of processes, so that a fork bomb has no room left.
@@ -170,7 +170,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _descendants() -> set[int]:
-    """Return the living processes below this one. In a PID namespace `init` alone is seen, whose end is awaited."""
+    """Return the living processes below this one. In a PID namespace only `init` is seen."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -193,7 +193,7 @@ def _descendants() -> set[int]:
 
 
 def _run_init(request: dict[str, Any], reporting: int, output: int, errors: int) -> NoReturn:
-    """Prepare the file system, start the program, reap whoever is orphaned, and report how the program ended."""
+    """Prepare the file system, start the program, reap orphans, and report how the program ended."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)

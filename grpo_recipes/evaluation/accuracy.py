@@ -23,6 +23,7 @@ import pandas as pd
 from grpo_recipes.runs import files
 from grpo_rewards import registry
 from grpo_rewards.completions import completion_text, copied, listed_scores
+from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.math.answers import extract_answer
@@ -77,7 +78,7 @@ def strict_rewards(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = F
         override_tags: True if `tags` also replace the tags of the recipe's rewards.
 
     Raises:
-        grpo_rewards.registry.RewardSpecError: One of our rewards can't be built from its spec.
+        RewardSpecError: One of our rewards can't be built from its spec.
         ValueError: `tags` are not two different tag names.
     """
     rewards = list(_deciding_rewards(specs, tags))
@@ -208,7 +209,7 @@ class MeasuredReward:
     passing: BaseReward | None
     """Reward of this package that a passing completion earns in full, or None if the reward is not such a judge."""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """registry.Spec of the recipe without the weight, which does not matter."""
+    """Spec in the recipe without the weight, which does not matter."""
     passes_at: float | None = None
     """Smallest score of a completion that passes any other reward, or None if that is not known."""
     highest_pay: float | None = None
@@ -281,7 +282,7 @@ def measurable_rewards(
             allowed to reach another machine or model.
 
     Raises:
-        grpo_rewards.registry.RewardSpecError: A reward can't be built from its spec.
+        RewardSpecError: A reward can't be built from its spec.
     """
     measured: list[MeasuredReward] = []
     skipped: list[str] = []
@@ -321,7 +322,7 @@ def _called_names(spec: Mapping[str, Any]) -> Iterator[str]:
 
 def _obstacle(built: registry.BuiltReward, samples: int, *, is_trusted: bool) -> str | None:
     """Return why a reward may not be called, or None."""
-    asks_a_model = any(leaf.kind == "judge" for leaf in registry.leaves([built]))
+    asks_a_model = any(leaf.kind == "judge" for leaf in leaves([built]))
     if asks_a_model and not is_trusted:
         return "it asks a model that the run names: give its recipe with --recipe"
     # A judge needs whole groups only to skip all of one.

@@ -16,7 +16,8 @@ from grpo_recipes.evaluation.policy import Completions
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.runs import files
 from grpo_rewards.errors import UserError
-from grpo_rewards.math.answers import RIGHT_VERDICTS, Judge, accepted_golds, read_golds
+from grpo_rewards.math.comparison import RIGHT_VERDICTS, Judge
+from grpo_rewards.math.golds import accepted_golds, read_golds
 from grpo_rewards.reward import BaseReward
 
 

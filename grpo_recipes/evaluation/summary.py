@@ -11,7 +11,7 @@ import pandas as pd
 from grpo_recipes.evaluation import accuracy, estimates
 from grpo_recipes.evaluation.accuracy import PASSED, PAY
 from grpo_recipes.evaluation.estimates import Difference, Estimate, p_text
-from grpo_rewards.math.answers import answer_number
+from grpo_rewards.math.numbers import answer_number
 from grpo_rewards.terminal import Cell, Part, Table
 
 Pays = Mapping[str, float | None]

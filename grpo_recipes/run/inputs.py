@@ -21,8 +21,8 @@ from grpo_recipes.process.messages import say_once
 from grpo_recipes.recipe.recipe import Recipe, naming
 from grpo_recipes.runs.weights import adapter_config, check_weight_files
 from grpo_recipes.training.offline import RecordedRollout
+from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.registry import leaves
 
 
 @dataclass(frozen=True)

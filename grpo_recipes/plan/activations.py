@@ -27,7 +27,7 @@ from trl.kernels import chunked_divergence, chunked_logprob
 
 from grpo_recipes.generation.models import base_model, method_replaced
 from grpo_recipes.training import packed_attention
-from grpo_recipes.training.layout_check import text_config
+from grpo_recipes.training.layout_rules import text_config
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.segments import Segment, SegmentedModel, Segments, lists_of_layers

@@ -18,17 +18,10 @@ from typing import Any, cast
 from torch import nn
 from trl import GRPOConfig
 
-from grpo_recipes.generation.models import base_model, dropout_rates
+from grpo_recipes.generation.models import base_model, dropout_rates, kept_scores
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.training.full_kl import READS_PADDED_ROWS
-from grpo_recipes.training.layout_check import (
-    FSDP2,
-    ZERO3,
-    LayoutRules,
-    attention_window,
-    kept_scores,
-    text_config,
-)
+from grpo_recipes.training.layout_rules import FSDP2, ZERO3, LayoutRules, attention_window, text_config
 from grpo_recipes.training.micro_batches import asked_layout
 from grpo_recipes.training.packing import Layout
 

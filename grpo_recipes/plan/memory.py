@@ -26,7 +26,7 @@ from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import check_descriptions
-from grpo_recipes.training.layout_check import COMPARED_ROWS, EXTRA_PADDING
+from grpo_recipes.training.layout_trial import COMPARED_ROWS, EXTRA_PADDING
 from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.segments import lists_of_layers
 from grpo_rewards.errors import UserError, one_line

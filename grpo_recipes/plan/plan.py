@@ -44,7 +44,7 @@ from grpo_recipes.recipe.recipe import (
     shipped_files,
 )
 from grpo_recipes.recipe.trl_keys import cautions, ignored_keys
-from grpo_recipes.training.layout_check import text_config
+from grpo_recipes.training.layout_rules import text_config
 from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.packing import Layout
 from grpo_rewards.composed import leaves

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -119,3 +120,14 @@ def with_its_base(
     # A repository of the hub is left to TRL: looking for an adapter there would cost every run a request.
     config = adapter_config(model)
     return model if config is None else load_adapter(model, config, args, "model")
+
+
+def adapter_state(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the adapters that act in a model now, none if they are switched off."""
+    if not isinstance(model, PeftModel):
+        return ()
+    # `active_adapters` still lists the adapters inside `disable_adapter()`: only the layers know.
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            return () if module.disable_adapters else tuple(model.active_adapters)
+    return tuple(model.active_adapters)

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
+from grpo_recipes.training.adapters import adapter_state
 from grpo_recipes.training.buckets import Laid, arrange, launch_tokens, lay_out
-from grpo_recipes.training.layout_check import LayoutCheck, LayoutRules, adapter_state, is_sharded, text_config
+from grpo_recipes.training.layout_check import LayoutCheck
+from grpo_recipes.training.layout_rules import LayoutRules, is_sharded, text_config
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
 from grpo_recipes.training.segments import SegmentedModels

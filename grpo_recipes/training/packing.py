@@ -106,7 +106,7 @@ def order(rows: HostRows, layout: Layout) -> np.ndarray:
 
 
 @dataclass
-class _Line:
+class _UnfinishedRow:
     """Packed row under construction."""
 
     ids: list[np.ndarray] = field(default_factory=list)
@@ -130,7 +130,7 @@ def pack(rows: Rows) -> PackedRow:
     """
     host = rows.host
     prompts, completions = host.prompts(), host.completions()
-    line = _Line()
+    line = _UnfinishedRow()
     groups: list[tuple[Span, list[Span]]] = []
     owners: list[int] = []  # row in TRL's layout of each suffix
     for number, same_prompt in host.groups().items():

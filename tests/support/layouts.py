@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -18,9 +21,45 @@ from grpo_recipes.training import layout_check
 from grpo_recipes.training.packed_attention import Span
 from grpo_recipes.training.packing import Layout
 from tests.support import device
-from tests.support.recorded import Recording, make_trainer
+from tests.support.recorded import Recording, make_trainer, model
 
 RAGGED = Recording.random(prompts=3, group=3, seed=3)
+TARGETS: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
+SCALED_BY_POSITION: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_4_scaling_beta": (
+        "Ministral3Config",
+        {"head_dim": 8, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "sliding_window": None},
+    ),
+    "scalable softmax": (
+        "BeamConfig",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+"""Models whose attention counts padding, by the reason."""
+
+
+def named(case: tuple[str, dict[str, Any]]) -> PreTrainedModel:
+    """Return a tiny model of a configuration class and its values."""
+    return model(getattr(transformers, case[0]), **case[1])
+
+
+def adapted(config: peft.PeftConfig) -> peft.PeftModel:
+    """Return a tiny Llama with a new adapter, which adds nothing yet."""
+    torch.manual_seed(1)
+    return peft.get_peft_model(model(transformers.LlamaConfig), config)
+
+
+def settings(**changes: Any) -> Any:
+    """Return the settings of a run that the choice of a layout reads."""
+    values = {"pad_to_multiple_of": None, "neftune_noise_alpha": None, "torch_compile": False}
+    more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "max_completion_length": 9}
+    return SimpleNamespace(**{**values, **more, **changes})
+
+
+def tokens_of(rows: Rows) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of the prompt and of the completion of each row."""
+    return [(p.tolist(), c.tolist()) for p, c in zip(rows.host.prompts(), rows.host.completions(), strict=True)]
 
 
 def padded(prompts: list[list[int]], completions: list[list[int]]) -> Rows:

@@ -37,7 +37,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.groups import Turn
 from grpo_recipes.plan.layout import RECORDED, Records, as_json
 from grpo_recipes.training import layout_check
-from grpo_recipes.training.layout_check import attention_window, text_config
+from grpo_recipes.training.layout_rules import attention_window, text_config
 from grpo_recipes.training.packing import Layout
 from tests.support.architectures import SAMPLED, batch, generated
 from tests.support.exact_generation import exact_generation

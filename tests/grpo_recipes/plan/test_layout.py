@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from grpo_recipes.checks.checks import Machine, dry_config
+from grpo_recipes.generation.models import kept_scores
 from grpo_recipes.plan import layout
 from grpo_recipes.plan.layout import ExpectedLayout, Records, expected_layout, has_router_loss
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
-from grpo_recipes.training.layout_check import FSDP2, VERIFIED_UNDER_SHARDING, ZERO3, attention_window, kept_scores
+from grpo_recipes.training.layout_rules import FSDP2, VERIFIED_UNDER_SHARDING, ZERO3, attention_window
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import flat, layout_of, scored, trainer_on
 from tests.support.recorded import Recording

@@ -15,7 +15,7 @@ from grpo_recipes.data import hub
 from grpo_recipes.plan.memory import GIB, MemoryPlan
 from grpo_recipes.plan.plan import Plan, plan
 from grpo_recipes.recipe.recipe import model_config
-from grpo_recipes.training.layout_check import COMPARED_ROWS, EXTRA_PADDING
+from grpo_recipes.training.layout_trial import COMPARED_ROWS, EXTRA_PADDING
 from grpo_recipes.training.packing import Layout
 from tests.support import launching, qwen
 from tests.support.memory_meter import Batch, build, measure

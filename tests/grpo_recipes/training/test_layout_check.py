@@ -1,4 +1,4 @@
-"""Choice of the exact layout: what settings and models allow, and faults that the comparisons must find."""
+"""Choice of the exact layout: faults that the comparisons with TRL's rows must find."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -23,125 +23,36 @@ from grpo_recipes.generation.agreement import gradient_disagreement
 from grpo_recipes.generation.models import in_float32
 from grpo_recipes.generation.rows import Rows
 from grpo_recipes.process.messages import Announcer
-from grpo_recipes.training import layout_check
-from grpo_recipes.training.layout_check import FSDP1, FSDP2, ZERO3, LayoutCheck, LayoutRules
+from grpo_recipes.training.layout_check import LayoutCheck
+from grpo_recipes.training.layout_rules import LayoutRules
+from grpo_recipes.training.layout_trial import fits_in_float32
 from grpo_recipes.training.packed_attention import AttentionSwitch
 from grpo_recipes.training.packing import Layout, ModelCall, SpansIgnored
 from grpo_recipes.training.segments import SegmentedModels
 from tests.support import tiny
 from tests.support.grids import only
-from tests.support.layouts import RAGGED, check_exact, chosen, flat, layout_of, logged, padded, scored, trainer_on
+from tests.support.layouts import (
+    RAGGED,
+    SCALED_BY_POSITION,
+    TARGETS,
+    adapted,
+    check_exact,
+    chosen,
+    flat,
+    layout_of,
+    logged,
+    named,
+    padded,
+    scored,
+    settings,
+    tokens_of,
+    trainer_on,
+)
 from tests.support.recorded import make_trainer, model
-from tests.tools.models import build
 
 PADDED, SHARED_PADDED, TRIMMED, SHARED, PACKED = Layout
 CPU = torch.device("cpu")
 ROWS = padded([[5, 6, 7], [5, 6, 7], [8], [8]], [[1, 2], [3], [4], [9, 9]])
-TARGETS: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
-YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
-SCALED_BY_POSITION: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama_4_scaling_beta": (
-        "Ministral3Config",
-        {"head_dim": 8, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "sliding_window": None},
-    ),
-    "scalable softmax": (
-        "BeamConfig",
-        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-}
-"""Models whose attention counts padding, by the reason."""
-
-
-def named(case: tuple[str, dict[str, Any]]) -> PreTrainedModel:
-    """Return a tiny model of a configuration class and its values."""
-    return model(getattr(transformers, case[0]), **case[1])
-
-
-def adapted(config: peft.PeftConfig) -> peft.PeftModel:
-    """Return a tiny Llama with a new adapter, which adds nothing yet."""
-    torch.manual_seed(1)
-    return get_peft_model(model(transformers.LlamaConfig), config)
-
-
-# ---- Check 1: settings and models
-
-
-def settings(**changes: Any) -> Any:
-    values = {"pad_to_multiple_of": None, "neftune_noise_alpha": None, "torch_compile": False}
-    more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "max_completion_length": 9}
-    return SimpleNamespace(**{**values, **more, **changes})
-
-
-def test_what_a_model_allows() -> None:
-    models = {
-        "llama": model(transformers.LlamaConfig),
-        "bloom": model(transformers.BloomConfig, n_head=4, n_layer=2, attn_implementation="eager"),
-        "dropout": model(transformers.LlamaConfig, attention_dropout=0.1),
-        "lfm2": build("lfm2"),  # verified under sharding
-        "scaled": named(SCALED_BY_POSITION["llama_4_scaling_beta"]),
-        "softmax": named(SCALED_BY_POSITION["scalable softmax"]),
-    }
-    table = [
-        *[("llama", wanted, "", wanted) for wanted in Layout],
-        ("bloom", PACKED, "", SHARED), ("bloom", SHARED, "", SHARED), ("lfm2", PACKED, "", SHARED),
-        ("dropout", PACKED, "", TRIMMED), ("dropout", SHARED, "", TRIMMED), ("dropout", SHARED_PADDED, "", PADDED),
-        ("dropout", TRIMMED, "", TRIMMED),
-        ("llama", PACKED, ZERO3, PACKED), ("llama", SHARED, ZERO3, TRIMMED), ("bloom", PACKED, ZERO3, TRIMMED),
-        ("lfm2", PACKED, FSDP2, SHARED), ("lfm2", PACKED, ZERO3, SHARED), ("lfm2", PACKED, FSDP1, TRIMMED),
-        *[("scaled", wanted, "", SHARED_PADDED) for wanted in (PACKED, SHARED, SHARED_PADDED)],
-        ("softmax", PACKED, "", SHARED_PADDED), ("scaled", TRIMMED, "", PADDED), ("scaled", PACKED, ZERO3, PADDED),
-    ]  # fmt: skip
-    for name, wanted, sharding, expected in table:
-        found, reason = LayoutRules(settings()).allowed(models[name], wanted, sharding)
-        assert (name, wanted, sharding, found) == (name, wanted, sharding, expected)
-        assert reason or found is wanted
-    assert LayoutRules(settings(), router_loss=True).allowed(models["scaled"], PACKED, "")[0] is PADDED
-
-
-def test_settings_that_keep_rows_padded_or_unshared() -> None:
-    policy = model()
-    for rules, layout, key in (
-        (LayoutRules(settings(pad_to_multiple_of=8)), PADDED, "pad_to_multiple_of"),
-        (LayoutRules(settings(neftune_noise_alpha=0.0)), PADDED, "neftune_noise_alpha"),
-        (LayoutRules(settings(), padded_because="full KL"), PADDED, "full KL"),
-        (LayoutRules(settings(), router_loss=True), TRIMMED, "router loss"),
-        (LayoutRules(settings(torch_compile=True)), TRIMMED, "torch.compile"),
-    ):
-        found, reason = rules.allowed(policy, PACKED, "")
-        assert found is layout
-        assert key in reason
-
-
-def test_adapters_and_compiled_models_that_share_no_prompt() -> None:
-    assert layout_check.unshareable(adapted(LoraConfig(r=2, **TARGETS))) == ""
-    compiled = [model(), model(), model()]
-    compiled[0].model = torch.compile(compiled[0].model)
-    compiled[1].compile()
-    compiled[2].model.layers[1].compile()
-    for policy, word in (
-        (adapted(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), "virtual tokens"),
-        (adapted(LoraConfig(r=2, **TARGETS, alora_invocation_tokens=[7])), "invocation tokens"),
-        (adapted(LoraConfig(r=2, **TARGETS, lora_dropout=0.1)), "dropout"),
-        *[(policy, "compiled") for policy in compiled],
-    ):
-        assert word in layout_check.unshareable(policy)
-
-
-def test_how_weights_are_split_is_read_from_modules_and_parameters() -> None:
-    plain, zero3, fsdp1, fsdp2 = (nn.Sequential(nn.Linear(1, 1)) for _ in range(4))
-    zero3[0].weight.ds_id = 3  # type: ignore[assignment]
-    fsdp1[0]._fsdp_wrapped_module = nn.Linear(1, 1)
-    fsdp2.append(type("Split", (nn.Linear, layout_check.FSDPModule), {"__new__": object.__new__})(1, 1))
-    found = [layout_check.sharding_of(policy) for policy in (plain, zero3, fsdp1, fsdp2)]
-    assert found == ["", ZERO3, FSDP1, FSDP2]
-
-
-def test_a_sliding_window_counts_only_if_a_layer_uses_it() -> None:
-    mixed, full = ["sliding_attention", "full_attention"], ["full_attention"]
-    for kinds, window in ((None, 8), (mixed, 8), (full, None), ([], None)):
-        assert layout_check.attention_window(SimpleNamespace(sliding_window=8, layer_types=kinds)) == window
-
-
 # ---- Checks 2 and 3: decisions, with the results of the model calls given
 
 
@@ -260,10 +171,6 @@ def test_rows_without_a_label_decide_nothing(llama: PreTrainedModel) -> None:
     assert said == []
 
 
-def tokens_of(rows: Rows) -> list[tuple[list[int], list[int]]]:
-    return [(p.tolist(), c.tolist()) for p, c in zip(rows.host.prompts(), rows.host.completions(), strict=True)]
-
-
 def test_which_rows_are_compared(llama: PreTrainedModel) -> None:
     """Padding is added on both sides, windows leave rows out, and a single row is packed twice."""
     run = Computation(llama)
@@ -353,63 +260,7 @@ def test_rows_with_holes_or_beyond_the_window_are_not_packed(llama: PreTrainedMo
     assert "holes" in said[1]
 
 
-# ---- Rows to compare
-
-
-def test_the_sample_prefers_prompts_with_several_completions_and_then_more_tokens() -> None:
-    prompts = [[5] * 9, [6], [6], [7, 7], [7, 7], [8], [8]]
-    rows = padded(prompts, [[1] * 9, [1], [1], [1, 2], [1], [1, 2, 3, 4, 5], [1]])
-    few = layout_check.sample(rows, np.arange(7))
-    assert tokens_of(few) == [([8], [1, 2, 3, 4, 5]), ([8], [1]), ([7, 7], [1, 2]), ([7, 7], [1])]
-    assert (few.input_ids.shape[1], few.logits_to_keep) == (18, 9)
-    alone = layout_check.sample(rows, np.array([0, 2]), longest=3)
-    assert tokens_of(alone) == [([5] * 3, [1] * 3)] * 2 + [([6], [1])] * 2
-    none = layout_check.sample(rows, np.arange(0))
-    assert none.input_ids.tolist() == rows.input_ids[:1].tolist()
-    assert not none.completion_mask.any()
-
-
 # ---- The state of a model during the check
-
-
-def test_tensors_of_one_value_get_noise_by_their_size_and_their_bits_back() -> None:
-    policy, late = nn.Module(), torch.zeros(70)
-    late[69] = 1.0
-    start = {
-        "zeros": torch.zeros(4000), "twos": torch.full((4000,), -2.0), "others": torch.arange(70.0), "late": late,
-        "single": torch.zeros(1), "empty": torch.zeros(0), "minus": torch.tensor([-0.0, 0.0]),
-    }  # fmt: skip
-    for name, values in start.items():
-        policy.register_parameter(name, nn.Parameter(values.clone()))
-    policy.register_parameter("frozen", nn.Parameter(torch.zeros(4), requires_grad=False))
-    state = torch.get_rng_state()
-    with layout_check.perturbed(policy):
-        first = policy.zeros.detach().clone()
-        assert first.std().item() == pytest.approx(0.05, rel=0.05)
-        assert (policy.twos + 2).std().item() == pytest.approx(0.2, rel=0.05)
-        assert torch.equal(policy.others, start["others"])
-        assert torch.equal(policy.late, late)
-        assert policy.single.any()
-        assert not policy.frozen.any()
-    for name, values in start.items():
-        assert torch.equal(getattr(policy, name).view(torch.int32), values.view(torch.int32)), name
-    assert torch.equal(torch.get_rng_state(), state)
-    with layout_check.perturbed(policy):
-        assert torch.equal(policy.zeros, first), "every rank holds the same weights"
-    policy.zeros.ds_id = 1  # type: ignore[attr-defined]
-    with layout_check.perturbed(policy):
-        assert not policy.zeros.any(), "gathering each weight of a full model would take longer than a step"
-
-
-def test_gradients_are_those_of_a_fixed_combination_of_all_log_probabilities() -> None:
-    weight, unused = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(1))
-    first, none = layout_check.gradients(weight * 2, [weight, unused])
-    assert none is None
-    assert first is not None
-    assert len(first.unique()) == 6, "each token has a weight of its own, so that errors don't cancel"
-    assert weight.grad is None
-    reentrant, _ = layout_check.gradients(weight * 2, [weight, unused], reentrant=True)
-    assert torch.equal(reentrant, first)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", only([torch.bfloat16], [torch.float32, torch.bfloat16]))
@@ -607,16 +458,16 @@ def test_weights_without_room_in_float32_are_compared_in_16_bits(
     copies = 4 * sum(parameter.numel() for parameter in policy.parameters())
     for share, fits in ((1.2, False), (1.3, True)):
         memory.available = int(share * copies)
-        assert layout_check.fits_in_float32(policy, CPU) is fits
-        assert layout_check.fits_in_float32(tiny.policy(), CPU), "it is in float32 already"
+        assert fits_in_float32(policy, CPU) is fits
+        assert fits_in_float32(tiny.policy(), CPU), "it is in float32 already"
     policy.is_quantized = True
-    assert not layout_check.fits_in_float32(policy, CPU)
+    assert not fits_in_float32(policy, CPU)
     policy.is_quantized = False
     for name, value in (("mem_get_info", (copies, 0)), ("memory_reserved", copies)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     for allocated, fits in ((0.7, True), (0.8, False)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, share=allocated: share * copies)
-        assert layout_check.fits_in_float32(policy, torch.device("cuda")) is fits
+        assert fits_in_float32(policy, torch.device("cuda")) is fits
 
 
 def test_gradient_hooks_stay_after_the_float32_copies() -> None:

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from grpo_recipes.recipe.recipe import find_file
-from grpo_recipes.training.layout_check import VERIFIED_UNDER_SHARDING
+from grpo_recipes.training.layout_rules import VERIFIED_UNDER_SHARDING
 from tests.grpo_recipes.training.test_reference_distributed import FSDP2
 from tests.support import launching
 from tests.support.train_recorded import policy_of, uneven

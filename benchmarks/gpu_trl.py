@@ -21,9 +21,11 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from workloads import EOS, GROUP, cap
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.plan.activations import Activations
-from grpo_recipes.plan.memory import MemoryPlan, ModelShape, Sharding
+from grpo_recipes.plan.memory import MemoryPlan, Sharding
+from grpo_recipes.plan.model_shape import ModelShape
+from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import packed_attention, varlen
+from grpo_recipes.training.layout_facts import describe
 
 # ---- Correctness
 
@@ -222,7 +224,7 @@ def planned(trainer: Trainer, bench: Bench, workload: str) -> float:
     shape, model = ModelShape.built(trainer.trainer.model.config, peft_config)
     plan = MemoryPlan(
         shape,
-        Activations(model),
+        describe(args, model, prompt_tokens + batch.longest, MicroBatching("padded")),
         Sharding(),
         args,
         rows=args.per_device_train_batch_size,

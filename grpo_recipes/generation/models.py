@@ -81,6 +81,16 @@ def base_model(model: nn.Module) -> CausalLM:
     return cast("CausalLM", model)
 
 
+def lists_of_layers(backbone: nn.Module, length: int | None) -> list[tuple[nn.Module, str]]:
+    """Return the module and the name of each list of `length` modules in a backbone."""
+    found = []
+    for module in backbone.modules():
+        for name, child in module._modules.items():
+            if isinstance(child, nn.ModuleList) and len(child) == length:
+                found.append((module, name))
+    return found
+
+
 def is_float32(model: nn.Module) -> bool:
     """Return True if a model's weights are float32 or float64."""
     # The first parameter is one of the base: an adapter may be float32 on a 16-bit base.

@@ -3,34 +3,36 @@
 Under DeepSpeed the model states follow its own estimators (`estimate_zero2_model_states_mem_needs`,
 `estimate_zero3_model_states_mem_needs`). On one process they follow accelerate's (`estimate_training_usage`: 16 bytes
 per float32 parameter). Both cover only full fine-tuning, so frozen parameters are counted separately. What a
-micro-batch and the prompts in generation take is measured (`activations.py`).
+micro-batch and the prompts in generation take is measured (`training/activations.py`), in the layout that training is
+expected to choose (`LayoutFacts`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from trl import ModelConfig, get_peft_config
+from trl import GRPOConfig, ModelConfig
 
+from grpo_recipes.checks.checks import Machine, optimizer_name
+from grpo_recipes.checks.geometry import Geometry
 from grpo_recipes.checks.precision import uses_bf16
-from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.generation.kept_cache import MEMORY_SHARE
-from grpo_recipes.plan.activations import Activations, MicroBatch
+from grpo_recipes.generation.models import base_model
+from grpo_recipes.plan.model_shape import MemoryUnknown, ModelShape, load_model, policy_model
+from grpo_recipes.plan.prompts import PromptReport
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
-from grpo_recipes.runs.files import read_object
-from grpo_recipes.runs.weights import check_descriptions
-from grpo_recipes.training.layout_trial import COMPARED_ROWS, EXTRA_PADDING
-from grpo_recipes.training.packing import Layout
-from grpo_recipes.training.segments import lists_of_layers
-from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.files import relative_to
+from grpo_recipes.training.layout_facts import LayoutFacts, MicroBatch, NotMeasured, describe
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import BuiltReward, leaves
+from grpo_rewards.reward_model import RewardModelScore
 from grpo_rewards.strict import load_yaml
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
@@ -53,17 +55,8 @@ FRAGMENTATION = 0.05
 
 ASSUMED_PROMPT_TOKENS = 512
 SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "fsdp2"}
-
-
-_GIVE_CONFIG = "give the model's config.json with --model_config"
-
-
-class MemoryUnknown(UserError):
-    """Error for memory that can't be estimated. Its message names what is missing."""
-
-
-class RefusedAdapter(UserError):
-    """Error for an adapter that PEFT can't add to the model. Its message names the key and a value that would do."""
+# Standard deviation of freshly drawn weights, unless the configuration sets it.
+SPREAD = 0.02
 
 
 @dataclass(frozen=True)
@@ -103,83 +96,12 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a causal language model that determine its memory, as numbers of parameters.
-
-    Attributes:
-        parameters: All parameters.
-        trained: Trained parameters.
-        largest_module: Parameters of the largest module.
-        largest_layer: Parameters of the largest decoder layer.
-        in_layers: Parameters of all decoder layers.
-        quantisable: Parameters quantized by loading in 4 or 8 bits: those of linear layers without the head.
-        largest_matrix: Parameters of the largest of these linear layers.
-    """
-
-    parameters: int
-    trained: int
-    largest_module: int
-    largest_layer: int
-    in_layers: int
-    quantisable: int = 0
-    largest_matrix: int = 0
-
-    @classmethod
-    def built(cls, config: Any, peft_config: Any = None) -> tuple[ModelShape, nn.Module]:
-        """Return the sizes of a model, and the model on the meta device, with an adapter or without."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-            modules = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
-            head, linear = model.get_output_embeddings(), [m for m in model.modules() if isinstance(m, nn.Linear)]
-            matrices = [module.weight.numel() for module in linear if module is not head]
-            layers = []
-            for module, name in lists_of_layers(model.base_model, config.get_text_config().num_hidden_layers):
-                layers += [sum(p.numel() for p in layer.parameters()) for layer in getattr(module, name)]
-            if peft_config is not None:
-                model = _with_adapter(model, peft_config)
-        shape = cls(
-            parameters=sum(p.numel() for p in model.parameters()),
-            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            largest_module=max(modules),
-            largest_layer=max(layers, default=0),
-            in_layers=sum(layers),
-            quantisable=sum(matrices),
-            largest_matrix=max(matrices, default=0),
-        )
-        return shape, model
-
-
-def _with_adapter(model: Any, peft_config: Any) -> Any:
-    """Return `model` with a new adapter. Raise `RefusedAdapter` if PEFT can't add it."""
-    from peft import get_peft_model
-    from peft.utils.error import NoMatchingPeftModuleError
-
-    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    wanted = peft_config.target_modules
-    try:
-        return get_peft_model(model, peft_config)
-    except NoMatchingPeftModuleError as error:
-        names = wanted if isinstance(wanted, str) else ", ".join(sorted(wanted or ["PEFT's default"]))
-        fix = f"name some of {', '.join(sorted(linear))}, or `all-linear`"
-        if wanted in linear:  # TRL turns a list of one name into a string, and PEFT reads a string as a pattern
-            fix = f"a single name is a pattern for the whole path: write `.*{wanted}`"
-        raise RefusedAdapter("`lora_target_modules`", f"{names} matches no module of the model", fix) from error
-    except ValueError as error:
-        raise RefusedAdapter(
-            "`lora_*`", f"PEFT can't add the adapter ({one_line(error)})", "correct the keys"
-        ) from error
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """Quantities that determine the memory of one GPU.
 
     Attributes:
         shape: Sizes of the model.
-        activations: Measurement of the model.
+        facts: Facts about the micro-batches.
         layout: Layout of the model over the GPUs.
         config: Object with the attributes of `GRPOConfig`.
         rows: Completions in one micro-batch on one GPU.
@@ -194,12 +116,11 @@ class MemoryPlan:
         keeps_turns: True if transformers' generation keeps keys and values between the turns of a generation batch.
         decodes_groups: True if transformers' generation runs each distinct prompt once (`generation`).
         full_kl: True if the KL term is that over the vocabulary (`kl_estimator: full`).
-        prompts: Number of distinct prompts in a micro-batch.
-        rows_as: Layout of the rows.
+        keeps_groups: True if micro-batches get the expected layout, because the rows of a group stay together.
     """
 
     shape: ModelShape
-    activations: Activations
+    facts: LayoutFacts
     layout: Sharding
     config: Any
     rows: int
@@ -213,8 +134,7 @@ class MemoryPlan:
     keeps_turns: bool = False
     decodes_groups: bool = True
     full_kl: bool = False
-    prompts: int = 1
-    rows_as: Layout = Layout.PADDED
+    keeps_groups: bool = False
 
     def parts(self) -> dict[str, float]:
         """Return the bytes on one GPU by part.
@@ -336,12 +256,10 @@ class MemoryPlan:
     def micro_batch(self) -> MicroBatch:
         """Return the micro-batch of the longest prompts and completions."""
         holds_all = self.layout.sharding == "none"
-        return MicroBatch(
+        batch = MicroBatch(
             rows=self.rows,
             prompt=self.prompt_tokens,
             completion=self.config.max_completion_length,
-            prompts=self.prompts,
-            layout=self.rows_as,
             # DeepSpeed and FSDP2 cast weights to the compute precision. Autocast does not.
             weight_bytes=self.dtype_bytes if holds_all else self._compute_bytes(),
             trained_bytes=self._trained_bytes() if holds_all else self._compute_bytes(),
@@ -350,17 +268,16 @@ class MemoryPlan:
             makes_gradients=holds_all and self.config.gradient_accumulation_steps == 1,
             full_kl=self.full_kl,
         )
+        return self.facts.arranged(batch, self.config.num_generations) if self.keeps_groups else batch
 
     def _training(self) -> float:
         """Return the most bytes that a micro-batch holds beside the states, which count all gradients."""
         batch = self.micro_batch()
         new = batch.trained_bytes * self.shape.trained if self.layout.sharding == "none" else 0
-        held: float = self.activations.measure(batch).peak - (new if batch.makes_gradients else 0)
+        held: float = self.facts.measure(batch).peak - (new if batch.makes_gradients else 0)
         if batch.layout.shares_prompts:
-            # The run compares its layout with a forward pass of a few padded rows, before the first gradient.
-            rows, prompt = min(self.rows, COMPARED_ROWS), self.prompt_tokens + 2 * EXTRA_PADDING
-            check = self._forward(rows, prompt, batch.completion)
-            held = max(held, self.activations.measure(replace(check, autocast=batch.autocast)).peak - new)
+            # The run compares its layout before the first gradient.
+            held = max(held, self.facts.measure(self.facts.compared(batch)).peak - new)
         dequantised = 0 if self.quantised_bytes is None else self._compute_bytes() * self.shape.largest_matrix
         return ROUNDED * held + dequantised
 
@@ -380,8 +297,8 @@ class MemoryPlan:
             distinct = math.ceil(rows / self.config.num_generations) if self.decodes_groups else rows
             # Every row is taken to have the longest prompt and completion.
             longest = self._forward(1, self.prompt_tokens, self.config.max_completion_length)
-            cache = rows * self.activations.measure(longest).cache
-            prompts = self.activations.measure(self._forward(distinct, self.prompt_tokens, 1)).peak
+            cache = rows * self.facts.measure(longest).cache
+            prompts = self.facts.measure(self._forward(distinct, self.prompt_tokens, 1)).peak
             held = cache + ROUNDED * prompts
             # Copies of rows whose completion calls a tool, which may be all rows.
             if self.keeps_turns and not self.config.use_transformers_continuous_batching:
@@ -392,8 +309,7 @@ class MemoryPlan:
 
     def _forward(self, rows: int, prompt: int, completion: int) -> MicroBatch:
         """Return padded rows that run forward without gradients and, as in generation, without autocast."""
-        batch = replace(self.micro_batch(), rows=rows, prompt=prompt, completion=completion, layout=Layout.PADDED)
-        return replace(batch, prompts=1, autocast=False, makes_gradients=False, full_kl=False, trains=False)
+        return replace(self.micro_batch().forward(rows, prompt, completion), autocast=False)
 
     def vllm_budget(self) -> float:
         """Return the bytes that vLLM may take on this GPU, infinite if it takes none or the GPU's size is not given."""
@@ -405,59 +321,237 @@ class MemoryPlan:
         """Return the bytes of vLLM's own copy of the weights on this GPU."""
         return 2 * self.shape.parameters / self.config.vllm_tensor_parallel_size if self.vllm == "colocate" else 0
 
+    # ---- The estimate as text
 
-def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Module]:
-    """Return the sizes of a model, and the model on the meta device, from its configuration.
+    def describe(self) -> list[Part]:
+        """Return the estimate for the terminal: memory by part, whether it fits, and what to change if it does not."""
+        sizes = {name: size for name, size in self.parts().items() if size} | {"peak": self.peak()}
+        rows = [(Cell(name, "head" if name == "peak" else ""), gib(size)) for name, size in sizes.items()]
+        parts: list[Part] = [Table(rows, numbers=frozenset({1}))]
+        usable = self.usable()
+        if usable is None:
+            return parts
+        of = f"{gib(usable)}, which is the GPU less context and fragmentation"
+        parts.append(Cell(f"  fits in {of}", "good") if self.fits() else Cell(f"  does not fit in {of}", "bad"))
+        if self.vllm_weights() >= self.vllm_budget():
+            budget, weights = gib(self.vllm_budget()), gib(self.vllm_weights())
+            parts.append(
+                f"  vLLM's share of {budget} can't hold its {weights} of weights: raise "
+                "`vllm_gpu_memory_utilization` or `vllm_tensor_parallel_size`"
+            )
+        if not self.fits():
+            parts_at_peak = self.at_the_peak()
+            name = max(parts_at_peak, key=lambda name: parts_at_peak[name])
+            change = CHANGES[name]
+            if name == "activations" and not self.config.gradient_checkpointing:
+                change = "set `gradient_checkpointing: true`"
+            if name == "parameters" and self.layout.num_processes > 1:
+                change = "`--accelerate_config zero3` splits them over the GPUs"
+            parts.append(Labelled("largest part", f"{name}, {gib(parts_at_peak[name])}: {change}"))
+        return parts
 
-    The configuration is a file, a folder, in the hub's cache, or on the hub.
+    def as_dict(self) -> dict[str, Any]:
+        """Return the estimate for `--json`, sizes in bytes."""
+        return {
+            **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in self.parts().items()},
+            "peak": round(self.peak()),
+            "usable": self.usable(),
+            "fits": self.fits(),
+            "shape": asdict(self.shape),
+        }
+
+
+# ---- From a recipe
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """Layout, tokens and memory that a run is expected to have.
+
+    Attributes:
+        facts: Facts about the micro-batches, or None if the model's configuration is unknown.
+        tokens: Most tokens of a micro-batch with padding, in the expected layout (`micro_batch`) and in TRL's rows
+            (`padded`). Empty if the configuration is unknown.
+        memory: Estimate of the memory of a GPU, the reason why it is unknown, or None if the recipe trains on a CPU.
+        spread: Standard deviation of freshly drawn weights.
+        notes: Sentences on what was assumed.
+    """
+
+    facts: LayoutFacts | None
+    tokens: Mapping[str, int]
+    memory: MemoryPlan | str | None
+    spread: float = SPREAD
+    notes: Sequence[str] = ()
+
+    def describe_layout(self) -> list[str]:
+        """Return the labelled lines of the layout and the tokens, none if they are unknown."""
+        if self.facts is None:
+            return []
+        tokens = f"at most {self.tokens['micro_batch']:,} in a micro-batch"
+        if self.tokens["micro_batch"] != self.tokens["padded"]:
+            tokens += f" ({self.tokens['padded']:,} in TRL's rows)"
+        return [f"  layout          {self.facts.describe()}", f"  tokens          {tokens}"]
+
+    def describe_memory(self) -> list[Part]:
+        """Return the memory for the terminal."""
+        if self.memory is None:
+            return []
+        head = Cell("  memory of one GPU", "head")
+        if isinstance(self.memory, MemoryPlan):
+            return [head, *self.memory.describe()]
+        return [head, Labelled("memory", f"unknown: {self.memory}")]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entries for `--json`, None for what is unknown."""
+        return {
+            "layout": self.facts.as_dict() if self.facts else None,
+            "tokens": self.tokens or None,
+            "memory": self.memory.as_dict() if isinstance(self.memory, MemoryPlan) else None,
+        }
+
+
+def estimate(
+    recipe: Recipe,
+    config: GRPOConfig,
+    machine: Machine,
+    geometry: Geometry,
+    rewards: Sequence[BuiltReward],
+    shown: PromptReport | None,
+    layout_file: Path | None,
+    gpu_memory: float | None,
+    model_config_file: str | None,
+) -> RunEstimate:
+    """Return the layout, tokens and memory that a run is expected to have.
+
+    Args:
+        recipe: Recipe of the run.
+        config: TRL's training arguments of the run.
+        machine: Machine of the run.
+        geometry: Batch geometry.
+        rewards: Rewards, which may hold models on the GPU.
+        shown: Report on the prompts, or None if the dataset can't be reached.
+        layout_file: Path of an accelerate configuration, or None for a run without sharding.
+        gpu_memory: Bytes of one GPU, or None if not given.
+        model_config_file: Path of the model's config.json, or None for the one that the recipe's model has.
+    """
+    on_cpu = recipe.config.use_cpu and gpu_memory is None
+    prompt_tokens, assumed = longest_prompt(recipe, shown)
+    try:
+        sharding = Sharding.described(layout_file) if layout_file is not None else Sharding()
+        sharding = replace(sharding, num_processes=machine.num_processes)
+        shape, model = _policy(recipe, sharding, model_config_file)
+    except MemoryUnknown as error:
+        return RunEstimate(None, {}, None if on_cpu else str(error))
+    reward_parameters, uncounted = _reward_parameters(rewards)
+    most = prompt_tokens + recipe.config.max_completion_length
+    full_kl = recipe.kl_estimator == "full"
+    facts = describe(config, model, most, recipe.micro_batching, full_kl=full_kl, sharding=sharding.sharding)
+    planned = MemoryPlan(
+        shape=shape,
+        facts=facts,
+        layout=sharding,
+        config=recipe.config,
+        rows=recipe.config.per_device_train_batch_size,
+        steps_per_generation=geometry.steps_per_generation,
+        prompt_tokens=prompt_tokens,
+        dtype_bytes=4 if model_config(recipe).dtype in (None, "float32") else 2,
+        optim=optimizer_name(recipe, machine),
+        reward_parameters=reward_parameters,
+        gpu_memory=gpu_memory,
+        quantised_bytes=quantised_bytes(model_config(recipe)),
+        keeps_turns=bool(recipe.tools or recipe.environment_factory) and recipe.generation != "off",
+        decodes_groups=recipe.generation != "off",
+        full_kl=full_kl,
+        keeps_groups=keeps_groups_together(recipe, geometry),
+    )
+    notes = [*uncounted, *assumed, *_stored_notes(recipe, model), *facts.notes()]
+    spread = getattr(base_model(model).config.get_text_config(), "initializer_range", None) or SPREAD
+    return _measured(planned, spread, notes, on_cpu=on_cpu)
+
+
+def _measured(planned: MemoryPlan, spread: float, notes: list[str], *, on_cpu: bool) -> RunEstimate:
+    """Return the estimate of a run with its memory, except on a CPU. Add to `notes` what TRL's rows would need."""
+    facts, padded = planned.facts, replace(planned, keeps_groups=False)
+    tokens = {"micro_batch": planned.micro_batch().tokens, "padded": padded.micro_batch().tokens}
+    memory: MemoryPlan | str | None = None
+    if not on_cpu:
+        memory = planned
+        try:
+            if padded.peak() > planned.peak():
+                notes.append(f"a run that warns of trimmed or padded rows needs up to {gib(padded.peak())}")
+        except NotMeasured as error:
+            memory = f"{facts.model_type} can't run without data, so its memory is not predicted ({error})"
+    return RunEstimate(facts, tokens, memory, spread, notes)
+
+
+def _policy(recipe: Recipe, sharding: Sharding, model_config_file: str | None) -> tuple[ModelShape, nn.Module]:
+    """Return the sizes of the policy, and the policy on the meta device.
 
     Raises:
-        MemoryUnknown: There is no configuration, or transformers can't build a model from it.
-        UserError: The file is damaged, or PEFT can't add the adapter.
+        MemoryUnknown: The layout or the model is not covered by the estimate, or can't be read.
     """
-    from transformers import AutoConfig
-
-    if is_missing(model):
-        raise MemoryUnknown(model, f"there is no such folder{relative_to(model)}", _GIVE_CONFIG)
-    path = Path(model)
-    if path.is_dir():
-        check_descriptions(path)
-    elif path.exists():
-        read_object(path, {}, "give a model's config.json")
-    try:
-        here_only = path.exists() or not hub_answers()
-        # Without `trust_remote_code`, transformers asks on the terminal whether to run the code of a folder.
-        config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about peft's own use of transformers
-            return ModelShape.built(config, peft_config)
-    except UserError:
-        raise
-    except Exception as error:  # transformers raises any class for the values of a stranger's file
-        raise MemoryUnknown(model, f"no configuration could be loaded ({one_line(error)})", _GIVE_CONFIG) from error
+    is_quantised = quantised_bytes(model_config(recipe)) is not None
+    if is_quantised and sharding.sharding != "none":
+        problem = "it is estimated only if each GPU holds all of it"
+        raise MemoryUnknown("a quantised model", problem, "give `--accelerate_config single_gpu` or `ddp`")
+    shape, model = policy_model(recipe, model_config_file)
+    if is_quantised and shape.trained == shape.parameters:
+        raise MemoryUnknown("a quantised model", "it can only be trained with an adapter", "set `use_peft: true`")
+    return shape, model
 
 
-def policy_model(recipe: Recipe, model_config_file: str | None = None) -> tuple[ModelShape, nn.Module]:
-    """Return the sizes of the policy with its adapter, and the policy on the meta device.
+def longest_prompt(recipe: Recipe, shown: PromptReport | None) -> tuple[int, list[str]]:
+    """Return the tokens of the longest prompt, and a note if they are not those of all prompts."""
+    lengths, limit = shown.lengths if shown else None, recipe.dataset.max_prompt_tokens
+    longest = lengths.longest_trained(recipe.dataset) if lengths else None
+    if lengths is None or longest is None:
+        if limit is not None:
+            return limit, []
+        assumed = ASSUMED_PROMPT_TOKENS
+        return assumed, [f"prompts are taken to have {assumed} tokens: `dataset.max_prompt_tokens` sets a limit"]
+    if not lengths.is_sample or longest == limit:
+        return longest, []
+    return longest, [
+        f"memory is that of the longest prompt of a sample, {longest:,} tokens, and of {lengths.rows:,} prompts others "
+        "may be longer: `dataset.max_prompt_tokens` sets a limit"
+    ]
 
-    Both are made from the model's configuration, or from the file given in its place.
 
-    Raises:
-        RecipeError: PEFT can't add the adapter.
-        MemoryUnknown: The configuration can't be read here.
+def keeps_groups_together(recipe: Recipe, geometry: Geometry) -> bool:
+    """Return True if rows may move between all micro-batches of a generation batch, so that groups stay together.
+
+    Otherwise the number of prompts in a micro-batch, and with it its memory, is not known.
     """
-    arguments = model_config(recipe)
-    model = model_config_file or str(arguments.model_name_or_path)
-    try:
-        return load_model(model, get_peft_config(arguments))
-    except RefusedAdapter as error:
-        raise recipe.error(error.place, error.problem, error.fix) from error
+    config, loss = recipe.config, LOSS_TYPES.get(recipe.config.loss_type)
+    if loss is None or loss.counts_other_rows:
+        return False
+    if config.entropy_coef != 0 or config.use_adaptive_entropy or config.top_entropy_quantile < 1:
+        return False  # statistics of one micro-batch
+    if geometry.splits_groups or geometry.num_generations == 1:
+        return False
+    return geometry.gradient_accumulation_steps % geometry.steps_per_generation == 0
 
 
-def check_adapter(recipe: Recipe) -> None:
-    """Raise `RecipeError` if PEFT can't add the new adapter of a recipe, as far as the files here tell."""
-    if recipe.model.get("use_peft"):
-        with contextlib.suppress(MemoryUnknown):  # without a configuration, loading the model fails with the reason
-            policy_model(recipe)
+def _reward_parameters(rewards: Sequence[BuiltReward]) -> tuple[int, list[str]]:
+    """Return the parameters of reward models on the training GPU, all of which every process holds, and notes."""
+    total, notes = 0, []
+    functions = [leaf.unbound for leaf in leaves(rewards)]
+    for model in {one.model for one in functions if isinstance(one, RewardModelScore) and one.device != "cpu"}:
+        try:
+            total += load_model(model)[0].parameters
+        except MemoryUnknown:
+            notes.append(f"the reward model {model} is not counted: its configuration can't be read here")
+    return total, notes
+
+
+def _stored_notes(recipe: Recipe, model: Any) -> list[str]:
+    """Return a note on a checkpoint in few bits, such as gpt-oss's MXFP4."""
+    stored = getattr(model.config, "quantization_config", None)
+    if not stored:
+        return []
+    kind = stored["quant_method"] if isinstance(stored, Mapping) else stored.quant_method
+    dtype = model_config(recipe).dtype or "float32"
+    return [f"the checkpoint is stored in {kind}: memory counts its weights as {dtype}"]
 
 
 def quantised_bytes(arguments: ModelConfig) -> float | None:
@@ -492,41 +586,3 @@ def parse_size(text: str) -> float:
 def gib(size: float) -> str:
     """Return a number of bytes as text in GiB."""
     return f"{size / GIB:.1f} GiB"
-
-
-def describe(plan: MemoryPlan) -> list[Part]:
-    """Return the estimate for the terminal: memory by part, whether it fits, and what to change if it does not."""
-    sizes = {name: size for name, size in plan.parts().items() if size} | {"peak": plan.peak()}
-    rows = [(Cell(name, "head" if name == "peak" else ""), gib(size)) for name, size in sizes.items()]
-    parts: list[Part] = [Table(rows, numbers=frozenset({1}))]
-    usable = plan.usable()
-    if usable is None:
-        return parts
-    of = f"{gib(usable)}, which is the GPU less context and fragmentation"
-    parts.append(Cell(f"  fits in {of}", "good") if plan.fits() else Cell(f"  does not fit in {of}", "bad"))
-    if plan.vllm_weights() >= plan.vllm_budget():
-        parts.append(
-            f"  vLLM's share of {gib(plan.vllm_budget())} can't hold its {gib(plan.vllm_weights())} of weights: raise "
-            "`vllm_gpu_memory_utilization` or `vllm_tensor_parallel_size`"
-        )
-    if not plan.fits():
-        parts_at_peak = plan.at_the_peak()
-        name = max(parts_at_peak, key=lambda name: parts_at_peak[name])
-        change = CHANGES[name]
-        if name == "activations" and not plan.config.gradient_checkpointing:
-            change = "set `gradient_checkpointing: true`"
-        if name == "parameters" and plan.layout.num_processes > 1:
-            change = "`--accelerate_config zero3` splits them over the GPUs"
-        parts.append(Labelled("largest part", f"{name}, {gib(parts_at_peak[name])}: {change}"))
-    return parts
-
-
-def as_dict(plan: MemoryPlan) -> dict[str, Any]:
-    """Return the estimate for `--json`, sizes in bytes."""
-    return {
-        **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in plan.parts().items()},
-        "peak": round(plan.peak()),
-        "usable": plan.usable(),
-        "fits": plan.fits(),
-        "shape": asdict(plan.shape),
-    }

@@ -16,7 +16,7 @@ from grpo_recipes.checks.tokenizer import check_chat_template, load_tokenizer
 from grpo_recipes.checks.tools import check_template
 from grpo_recipes.data.rendering import first_prompt, limit_prompts
 from grpo_recipes.generation.stop_strings import StopStrings
-from grpo_recipes.plan.memory import check_adapter
+from grpo_recipes.plan.model_shape import check_adapter
 from grpo_recipes.process.messages import say_once
 from grpo_recipes.recipe.recipe import Recipe, naming
 from grpo_recipes.runs.weights import adapter_config, check_weight_files

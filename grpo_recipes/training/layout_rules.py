@@ -49,6 +49,8 @@ class LayoutRules:
     """True if the loss has the auxiliary loss of a mixture of experts."""
     padded_because: str = ""
     """Reason for which rows must stay padded, because something else reads them in the forward, or ""."""
+    dropout_ends: bool = False
+    """True if the run will switch off the dropout that the model has now."""
 
     def allowed(self, bare: nn.Module, wanted: Layout, sharding: str) -> Choice:
         """Return the most preferred layout up to `wanted` that settings and model allow.
@@ -82,7 +84,12 @@ class LayoutRules:
             return "a shared prompt would count once in the router loss"
         if self.args.torch_compile:
             return "torch.compile would compile again for each shape of a micro-batch"
-        return unshareable(bare)
+        if is_compiled(bare):
+            return "the model is compiled, and would be compiled again for each shape of a micro-batch"
+        if reason := unfit_adapter(bare):
+            return reason
+        dropout = "" if self.dropout_ends else describe_dropout(base_model(bare))
+        return dropout and f"{dropout}, and a shared prompt would share one mask among its completions"
 
     def _padded(self, bare: nn.Module) -> str:
         """Return why rows must keep TRL's width, or "" if nothing requires it."""
@@ -109,18 +116,6 @@ def attention_window(config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or "sliding_attention" in kinds
     return getattr(config, "sliding_window", None) if slides else None
-
-
-def unshareable(model: nn.Module) -> str:
-    """Return why the completions of a prompt must not share it, or "" if nothing in the model forbids it."""
-    base = base_model(model)
-    if is_compiled(model):
-        return "the model is compiled, and would be compiled again for each shape of a micro-batch"
-    if reason := unfit_adapter(model):
-        return reason
-    if dropout := describe_dropout(base):
-        return f"{dropout}, and a shared prompt would share one mask among its completions"
-    return ""
 
 
 def unsupported_under_sharding(model: nn.Module, sharding: str) -> str:

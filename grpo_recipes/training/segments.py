@@ -35,7 +35,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from grpo_recipes.generation.models import base_model, cache_argument
+from grpo_recipes.generation.models import base_model, cache_argument, lists_of_layers
 from grpo_recipes.generation.verified import FastWay
 
 COUNTS_FROM_0 = frozenset({"bamba"})
@@ -393,16 +393,6 @@ def _has_delta_rule(module: nn.Module) -> bool:
     """Return True if a module hands its keyword arguments to a gated delta rule that takes a `chunk_size`."""
     rule = getattr(sys.modules[type(module).__module__], "torch_chunk_gated_delta_rule", None)
     return rule is not None and "chunk_size" in inspect.signature(rule).parameters
-
-
-def lists_of_layers(backbone: nn.Module, length: int | None) -> list[tuple[nn.Module, str]]:
-    """Return the module and the name of each list of `length` modules in a backbone."""
-    found = []
-    for module in backbone.modules():
-        for name, child in module._modules.items():
-            if isinstance(child, nn.ModuleList) and len(child) == length:
-                found.append((module, name))
-    return found
 
 
 def _record_size(sizes: list[int], module: nn.Module, args: Any, output: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers import Gemma3TextConfig, PreTrainedConfig
 
-from grpo_recipes.plan.layout import RECORDED, as_json, recorded
+from grpo_recipes.training.model_layouts import RECORDED, recorded
 from tests.support.grids import only
 from tests.tools import models, released
 
@@ -52,7 +52,7 @@ def test_plan_reads_the_layouts_of_the_table() -> None:
     version = re.search(r"transformers ([0-9.]+),", TABLE.read_text(encoding="utf-8"))
     assert version is not None
     assert recorded().transformers == version[1]
-    assert RECORDED.read_text(encoding="utf-8") == as_json(recorded())
+    assert RECORDED.read_text(encoding="utf-8") == models.as_json(recorded())
 
 
 @pytest.mark.nightly

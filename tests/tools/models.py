@@ -1,6 +1,6 @@
 """Every causal language model of the installed transformers, tiny: layout, distance from TRL's gradient, and decoding.
 
-    make models       # all of them: some minutes; writes docs/model-layouts.md and grpo_recipes/plan/model_layouts.json
+    make models       # all of them: some minutes; writes docs/model-layouts.md and training/model_layouts.json
     python -m tests.tools.models qwen2 gemma3_text   # some of them, printed
 
 A model is built from the configuration of its released checkpoints, made small (`released.py`). One generation batch
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import json
 import logging
 import math
 import sys
@@ -35,9 +36,9 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.groups import Turn
-from grpo_recipes.plan.layout import RECORDED, Records, as_json
 from grpo_recipes.training import layout_check
 from grpo_recipes.training.layout_rules import attention_window, text_config
+from grpo_recipes.training.model_layouts import RECORDED, Records
 from grpo_recipes.training.packing import Layout
 from tests.support.architectures import SAMPLED, batch, generated
 from tests.support.exact_generation import exact_generation
@@ -294,6 +295,16 @@ def table(rows: list[Row]) -> list[str]:
             for row in sorted(rows, key=lambda row: order.get(row.model_type, len(order)))
         ),
     ]
+
+
+def as_json(records: Records) -> str:
+    """Return recorded layouts as the content of `RECORDED`, one line for each layout."""
+    lines = []
+    for layout in sorted(Layout, reverse=True):
+        kinds = sorted(kind for kind, recorded in records.layouts.items() if recorded is layout)
+        lines.append(f'    "{layout.name.lower()}": {json.dumps(kinds)}')
+    head = f'{{\n  "transformers": "{records.transformers}",\n  "layouts": {{\n'
+    return head + ",\n".join(lines) + "\n  }\n}\n"
 
 
 def renew(page: Path, lines: list[str]) -> None:

@@ -20,21 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.data import hub
-from grpo_recipes.plan.activations import Activations, Measured, MicroBatch
 from grpo_recipes.plan.memory import (
     CHANGES,
     GIB,
     MemoryPlan,
-    MemoryUnknown,
-    ModelShape,
-    RefusedAdapter,
     Sharding,
-    describe,
-    load_model,
     parse_size,
     quantised_bytes,
 )
+from grpo_recipes.plan.model_shape import MemoryUnknown, ModelShape, RefusedAdapter, load_model
 from grpo_recipes.recipe.recipe import find_file
+from grpo_recipes.training.activations import Activations, Measured, MicroBatch
+from grpo_recipes.training.layout_facts import LayoutFacts
+from grpo_recipes.training.packing import Layout
 from grpo_rewards.terminal import Labelled
 from tests.support import launching, qwen
 from tests.support.errors import refused
@@ -46,7 +44,7 @@ STATES = ("parameters", "gradients", "optimizer")
 @pytest.fixture(autouse=True)
 def without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "hub_answers", lambda: False)
-    monkeypatch.setattr("grpo_recipes.plan.memory.hub_answers", lambda: False)
+    monkeypatch.setattr("grpo_recipes.plan.model_shape.hub_answers", lambda: False)
 
 
 def states(run: MemoryPlan) -> tuple[float, ...]:
@@ -65,10 +63,14 @@ LORA = LoraConfig(r=2, target_modules=["q_proj", "k_proj"])
 
 
 @functools.cache
-def built(has_adapter: bool) -> tuple[ModelShape, Activations]:
+def built(has_adapter: bool) -> tuple[ModelShape, LayoutFacts]:
     """Build the tiny model once for all tests, because it keeps what it has measured."""
     shape, model = ModelShape.built(TINY, LORA if has_adapter else None)
-    return shape, Activations(model)
+    return shape, facts_of(Activations(model))
+
+
+def facts_of(activations: Any) -> LayoutFacts:
+    return LayoutFacts("llama", Layout.PADDED, "", activations)
 
 
 class Nothing:
@@ -81,17 +83,17 @@ class Nothing:
 def given(model: Path | None = None, adapter: LoraConfig | None = None, **changes: Any) -> MemoryPlan:
     """Return the plan of a model, by default the tiny one. Keys of `GRPOConfig` are among the changes."""
     if model is None:
-        shape, activations = built(adapter is not None)
+        shape, facts = built(adapter is not None)
     else:
         shape, network = load_model(str(model), adapter)
-        activations = Activations(network)
+        facts = facts_of(Activations(network))
     fields = MemoryPlan.__dataclass_fields__
     own = {name: value for name, value in changes.items() if name in fields}
     keys = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 2}
     keys |= {"max_completion_length": 8, "gradient_checkpointing": False}
     config = GRPOConfig(**{**keys, **{name: value for name, value in changes.items() if name not in fields}})
     values = {"layout": Sharding(), "rows": 4, "steps_per_generation": 2, "prompt_tokens": 8, "dtype_bytes": 2}
-    return MemoryPlan(**{"shape": shape, "activations": activations, "config": config, **values, **own})
+    return MemoryPlan(**{"shape": shape, "facts": facts, "config": config, **values, **own})
 
 
 def test_model_states_agree_with_deepspeed(tmp_path: Path) -> None:
@@ -181,9 +183,9 @@ def test_quantized_weights_are_counted_with_their_scales() -> None:
 
 def test_a_full_reference_is_split_where_parameters_are() -> None:
     for sharding, share in (("none", 1), ("zero2", 1), ("zero3", 1 / 8), ("fsdp2", 1 / 8)):
-        run = given(layout=Sharding(8, sharding), beta=0.04, activations=Nothing())
+        run = given(layout=Sharding(8, sharding), beta=0.04, facts=facts_of(Nothing()))
         assert run.parts()["reference"] == 2 * run.shape.parameters * share
-    assert given(adapter=LORA, beta=0.04, activations=Nothing()).parts()["reference"] == 0
+    assert given(adapter=LORA, beta=0.04, facts=facts_of(Nothing())).parts()["reference"] == 0
 
 
 # ---- Generation
@@ -209,7 +211,7 @@ def test_the_cache_is_that_of_the_model(model_type: str, dtype: torch.dtype, tmp
         for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
             tensors += kept.values()
         held += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    found = 3 * run.activations.measure(run._forward(1, 8, 8)).cache
+    found = 3 * run.facts.measure(run._forward(1, 8, 8)).cache
     assert held <= found <= 1.1 * held + 10 * 512 * len(cache.layers)  # whole blocks
     assert found < run._generation()["generation"]
 
@@ -236,7 +238,7 @@ def test_split_weights_are_gathered_for_generation_and_for_the_merge_of_an_adapt
 def test_turns_keep_a_copy_of_the_cache_within_a_share_of_the_gpu() -> None:
     run = given(keeps_turns=True)
     parts = run._generation()
-    cache = 8 * run.activations.measure(run._forward(1, 8, 8)).cache
+    cache = 8 * run.facts.measure(run._forward(1, 8, 8)).cache
     without = replace(run, keeps_turns=False)._generation()["generation"]
     assert parts["generation"] == pytest.approx(without + cache)
     assert replace(run, gpu_memory=1000.0)._generation()["generation"] == pytest.approx(without + 125)
@@ -253,7 +255,7 @@ def test_what_does_not_fit_is_named_with_the_key_that_changes_it() -> None:
     assert run.fits() is True
     small = replace(run, gpu_memory=(1.5 * GIB + 10**4) / 0.95)
     assert small.fits() is False
-    (said,) = [part for part in describe(small) if isinstance(part, Labelled)]
+    (said,) = [part for part in small.describe() if isinstance(part, Labelled)]
     assert said.text.startswith("activations, ")
     assert "gradient_checkpointing: true" in said.text
     assert set(run.parts()) == set(CHANGES), "each part may be the largest"

@@ -117,7 +117,7 @@ OTHER_LAYERS = [
 @pytest.fixture(autouse=True)
 def without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "hub_answers", lambda: False)
-    monkeypatch.setattr("grpo_recipes.plan.memory.hub_answers", lambda: False)
+    monkeypatch.setattr("grpo_recipes.plan.model_shape.hub_answers", lambda: False)
 
 
 def planned(case: Case, folder: Path) -> tuple[Plan, MemoryPlan]:
@@ -125,15 +125,16 @@ def planned(case: Case, folder: Path) -> tuple[Plan, MemoryPlan]:
     rows = launching.write_rows(folder / "rows.jsonl", 640)
     arguments = ["--config", case.recipe, "--dataset.path", str(rows), *case.changes]
     found = plan(arguments, accelerate_config=case.layout, model_config_file=str(folder / "config.json"))
-    assert isinstance(found.memory, MemoryPlan), found.memory
-    return found, found.memory
+    assert isinstance(found.run.memory, MemoryPlan), found.run.memory
+    return found, found.run.memory
 
 
 def peak(config: PretrainedConfig, found: Plan, run: MemoryPlan, *, checks: bool = False) -> int:
     """Return the bytes at the peak of a micro-batch, or of the forward in TRL's layout with which it is compared."""
     arguments, is_split = model_config(found.recipe), run.layout.sharding != "none"
     in_16_bits = run.dtype_bytes == 2 or (is_split and run.mixed_precision)
-    is_packed = run.rows_as.shares_prompts and not checks
+    layout = run.micro_batch().layout
+    is_packed = layout.shares_prompts and not checks
     prompt = run.prompt_tokens + (2 * EXTRA_PADDING if checks else 0)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build(
@@ -151,7 +152,7 @@ def peak(config: PretrainedConfig, found: Plan, run: MemoryPlan, *, checks: bool
             accumulates=run.config.gradient_accumulation_steps > 1 and not is_split and not checks,
             splits_gradients=is_split,
             group=run.config.num_generations if is_packed else None,
-            segmented=is_packed and run.rows_as is not Layout.PACKED,
+            segmented=is_packed and layout is not Layout.PACKED,
             varlen=False,
             full_kl=run.full_kl,
             trains=not checks,
@@ -164,7 +165,7 @@ def check_case(case: Case, folder: Path) -> str:
     found, run = planned(case, folder)
     config, parts = CONFIGS[case.model], run.parts()
     most = peak(config, found, run)
-    if run.rows_as.shares_prompts:
+    if run.micro_batch().layout.shares_prompts:
         most = max(most, peak(config, found, run, checks=True))
     # A rank's share of split gradients, and the buckets of DistributedDataParallel, are not measured.
     copies = 2 if run.layout.num_processes > 1 else 1

@@ -16,13 +16,13 @@ from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.cli import main
 from grpo_recipes.data import hub
-from grpo_recipes.plan import activations
-from grpo_recipes.plan.memory import load_model
-from grpo_recipes.plan.plan import Plan, _keeps_groups_together, _longest_prompt, plan, resolved_yaml
+from grpo_recipes.plan.memory import keeps_groups_together, longest_prompt
+from grpo_recipes.plan.model_shape import load_model
+from grpo_recipes.plan.plan import Plan, plan, resolved_yaml
 from grpo_recipes.plan.prompts import Lengths, PromptReport
 from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from grpo_recipes.recipe.trl_keys import ignored_keys
-from grpo_recipes.training.packing import Layout
+from grpo_recipes.training import activations
 from grpo_rewards.errors import UserError
 from tests.support import launching, qwen, tiny
 
@@ -35,7 +35,7 @@ def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Disable the hub, and leave the working directory, which may hold a model of the quickstart."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "hub_answers", lambda: False)
-    monkeypatch.setattr("grpo_recipes.plan.memory.hub_answers", lambda: False)
+    monkeypatch.setattr("grpo_recipes.plan.model_shape.hub_answers", lambda: False)
 
 
 def check_layout(recipe: str, layout: str, rows: Path) -> None:
@@ -134,7 +134,7 @@ def test_memory_is_that_of_the_expected_layout_and_of_reward_models(planned: Any
     missing = {"name": "reward_model", "alias": "c", "kwargs": {"model": "a/missing-model"}}
     gate = {"name": "gate", "reward": "gsm8k_correctness", "only_if": held, "at_least": 0.5}
     found = planned("--rewards", json.dumps([gate, on_cpu, missing]))
-    shared, padded = found.as_dict(), replace(found.memory, rows_as=Layout.PADDED)
+    shared, padded = found.as_dict(), replace(found.run.memory, keeps_groups=False)
     assert shared["layout"]["name"] == "packed"
     assert shared["tokens"]["micro_batch"] < shared["tokens"]["padded"] == padded.micro_batch().tokens
     model = shared["memory"]["reward_model"]
@@ -175,7 +175,7 @@ def test_a_micro_batch_holds_whole_groups_only_if_rows_may_move(tmp_path: Path) 
         path = launching.write_recipe(tmp_path / "r.yaml", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", **own)
         recipe = parse_recipe(["--config", str(path)])
         geometry = geometry_of(recipe, 2 if changes.get("num_generations") == 32 else 1)
-        assert _keeps_groups_together(recipe, geometry) is expected
+        assert keeps_groups_together(recipe, geometry) is expected
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_memory_is_that_of_the_longest_measured_prompt() -> None:
         more = [] if limit is None else [f"--dataset.max_prompt_tokens={limit}"]
         recipe = parse_recipe(["--config", "quickstart", *more])
         summary = None if lengths is None else Lengths.of(np.array(lengths), rows, limit)
-        tokens, found = _longest_prompt(recipe, PromptReport("", None, summary, None))
+        tokens, found = longest_prompt(recipe, PromptReport("", None, summary, None))
         assert tokens == longest
         assert note in "".join(found)
         assert len(found) == bool(note)

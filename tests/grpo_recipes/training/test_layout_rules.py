@@ -60,7 +60,8 @@ def test_settings_that_keep_rows_padded_or_unshared() -> None:
 
 
 def test_adapters_and_compiled_models_that_share_no_prompt() -> None:
-    assert layout_rules.unshareable(adapted(LoraConfig(r=2, **TARGETS))) == ""
+    rules = LayoutRules(settings())
+    assert rules.unshared(adapted(LoraConfig(r=2, **TARGETS))) == ""
     compiled = [model(), model(), model()]
     compiled[0].model = torch.compile(compiled[0].model)
     compiled[1].compile()
@@ -71,7 +72,7 @@ def test_adapters_and_compiled_models_that_share_no_prompt() -> None:
         (adapted(LoraConfig(r=2, **TARGETS, lora_dropout=0.1)), "dropout"),
         *[(policy, "compiled") for policy in compiled],
     ):
-        assert word in layout_rules.unshareable(policy)
+        assert word in rules.unshared(policy)
 
 
 def test_how_weights_are_split_is_read_from_modules_and_parameters() -> None:

@@ -23,10 +23,12 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import ATTENTION
-from grpo_recipes.plan.activations import Activations
-from grpo_recipes.plan.memory import MemoryPlan, ModelShape, Sharding
+from grpo_recipes.plan.memory import MemoryPlan, Sharding
+from grpo_recipes.plan.model_shape import ModelShape
+from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import varlen
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
+from grpo_recipes.training.layout_facts import describe
 from grpo_recipes.training.packed_attention import GroupSpans
 from grpo_recipes.training.varlen import VarlenKernel
 from grpo_rewards.reward_model import RewardModelScore
@@ -265,7 +267,8 @@ def test_the_peak_of_a_micro_batch_is_at_most_the_planned_one(cls: type[TRLGRPOT
         trainer.model.zero_grad()
         _, peak = device.allocated()
     shape, built = ModelShape.built(trainer.model.config)
-    plan = MemoryPlan(shape, Activations(built), Sharding(), trainer.args, 8, 1, prompt_tokens=160, dtype_bytes=2)
+    facts = describe(trainer.args, built, 160 + 256, MicroBatching())
+    plan = MemoryPlan(shape, facts, Sharding(), trainer.args, 8, 1, prompt_tokens=160, dtype_bytes=2)
     parts = plan.parts()
     assert peak - before <= parts["gradients"] + parts["activations"]
 

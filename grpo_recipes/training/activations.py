@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trl.kernels import chunked_divergence, chunked_logprob
 
-from grpo_recipes.generation.models import base_model, method_replaced
+from grpo_recipes.generation.models import base_model, lists_of_layers, method_replaced
 from grpo_recipes.training import packed_attention
 from grpo_recipes.training.layout_rules import text_config
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout
-from grpo_recipes.training.segments import Segment, SegmentedModel, Segments, lists_of_layers
+from grpo_recipes.training.segments import Segment, SegmentedModel, Segments
 
 _BLOCK = 512  # bytes of CUDA's smallest allocation
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -48,12 +48,12 @@ class MicroBatch:
         rows: Number of completions.
         prompt: Tokens of a prompt.
         completion: Tokens of a completion.
-        prompts: Number of distinct prompts, of which a layout that shares prompts runs each once.
-        layout: Layout of the rows.
         weight_bytes: Bytes of a frozen weight, or of every weight in full fine-tuning.
         trained_bytes: Bytes of a trained weight.
         autocast: True if matrix products are computed in 16 bits by autocast.
         checkpointing: True if the layers are computed again in the backward pass.
+        prompts: Number of distinct prompts, of which a layout that shares prompts runs each once.
+        layout: Layout of the rows.
         makes_gradients: True if all gradients are new and stay. Otherwise they are added to those of an earlier
             micro-batch, or leave the GPU one by one.
         full_kl: True if the KL term is that over the vocabulary.
@@ -63,12 +63,12 @@ class MicroBatch:
     rows: int
     prompt: int
     completion: int
-    prompts: int
-    layout: Layout
     weight_bytes: int
     trained_bytes: int
     autocast: bool
     checkpointing: bool
+    prompts: int = 1
+    layout: Layout = Layout.PADDED
     makes_gradients: bool = False
     full_kl: bool = False
     trains: bool = True
@@ -80,6 +80,11 @@ class MicroBatch:
             return self.rows * (self.prompt + self.completion)
         # The last token of a prompt is computed once per completion, in place of the completion's own last token.
         return self.prompts * (self.prompt - 1) + self.rows * self.completion
+
+    def forward(self, rows: int, prompt: int, completion: int) -> MicroBatch:
+        """Return padded rows of this run that go forward without gradients."""
+        padded = replace(self, rows=rows, prompt=prompt, completion=completion, prompts=1, layout=Layout.PADDED)
+        return replace(padded, makes_gradients=False, full_kl=False, trains=False)
 
 
 class Measured(NamedTuple):
@@ -149,7 +154,8 @@ class Activations:
                 forward += others * kept
                 # The peak may be at the start of the backward pass, or at its end, where gradients take the place of
                 # what was kept. With few layers it may be at the other one.
-                new = max(_trained_bytes(layers[2]), kept) if batch.makes_gradients else 0
+                gradients = sum(parameter.nbytes for parameter in layers[2].parameters() if parameter.requires_grad)
+                new = max(gradients, kept) if batch.makes_gradients else 0
                 backward += others * max(more.backward - least.backward, new)
                 cache += others * (more.cache - least.cache)
         return Measured(forward, backward, cache)
@@ -313,11 +319,8 @@ class _Skipped(nn.Module):
 
 
 def _note_form(returned: list[int], module: nn.Module, given: Any, output: Any) -> None:
+    """Append the length of the tuple that a layer returns, or 0 for a tensor."""
     returned.append(len(output) if isinstance(output, tuple) else 0)
-
-
-def _trained_bytes(layer: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad)
 
 
 def _groups(batch: MicroBatch) -> list[tuple[tuple[int, int], list[tuple[int, int]]]]:

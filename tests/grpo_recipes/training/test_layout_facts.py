@@ -1,4 +1,4 @@
-"""Layout that `plan` expects, compared with the one that a trainer chooses."""
+"""Layout that a run is expected to get, compared with the one that a trainer chooses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from transformers import PretrainedConfig
 
 from grpo_recipes.checks.checks import Machine, dry_config
 from grpo_recipes.generation.models import kept_scores
-from grpo_recipes.plan import layout
-from grpo_recipes.plan.layout import ExpectedLayout, Records, expected_layout, has_router_loss
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
+from grpo_recipes.training import layout_facts
+from grpo_recipes.training.layout_facts import LayoutFacts, describe, has_router_loss
 from grpo_recipes.training.layout_rules import FSDP2, VERIFIED_UNDER_SHARDING, ZERO3, attention_window
+from grpo_recipes.training.model_layouts import Records
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import flat, layout_of, scored, trainer_on
 from tests.support.recorded import Recording
@@ -40,9 +41,10 @@ def policies() -> dict[str, nn.Module]:
     return {kind: build(kind) for kind in ("llama", "qwen3_5_text", "gpt_oss", "mamba2", "gpt2", "qwen3_next")}
 
 
-def expected(model: nn.Module, *changes: str, sharding: str = "none", tokens: int = TOKENS) -> ExpectedLayout:
+def expected(model: nn.Module, *changes: str, sharding: str = "none", tokens: int = TOKENS) -> LayoutFacts:
     run = recipe(*changes)
-    return expected_layout(run, dry_config(run, Machine(1, bf16=True)), model, sharding, tokens)
+    config, full_kl = dry_config(run, Machine(1, bf16=True)), run.kl_estimator == "full"
+    return describe(config, model, tokens, run.micro_batching, full_kl=full_kl, sharding=sharding)
 
 
 @pytest.mark.slow
@@ -101,11 +103,13 @@ def test_settings_rule_layouts_out(changes: list[str], layout: Layout, policies:
     assert expected(policies["llama"], *changes).layout is layout
 
 
-def test_dropout_of_an_adapter_trims_rows(policies: dict[str, nn.Module]) -> None:
+def test_dropout_of_an_adapter_trims_rows_unless_the_run_ends_it(policies: dict[str, nn.Module]) -> None:
     adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
-    found = expected(get_peft_model(copy.deepcopy(policies["llama"]), adapter))
+    model = get_peft_model(copy.deepcopy(policies["llama"]), adapter)
+    found = expected(model, "--disable_dropout", "false")
     assert found.layout is Layout.TRIMMED
     assert "dropout" in found.reason
+    assert expected(model).layout is Layout.PACKED
 
 
 def test_long_rows_leave_a_window_or_the_kept_scores(policies: dict[str, nn.Module]) -> None:
@@ -148,7 +152,7 @@ def test_a_type_that_is_not_recorded_is_unknown(policies: dict[str, nn.Module]) 
 def test_the_recorded_layout_limits_that_of_a_run(
     record: Layout, changes: list[str], found: Layout, reason: str, policies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "recorded", lambda: Records("5.0", {"llama": record}))
+    monkeypatch.setattr(layout_facts, "recorded", lambda: Records("5.0", {"llama": record}))
     run = expected(policies["llama"], *changes)
     assert run.layout is found
     assert reason in run.reason

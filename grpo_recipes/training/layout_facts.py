@@ -1,32 +1,31 @@
-"""Layout that the micro-batches of a run are expected to get, told before the model is loaded.
+"""Facts about the micro-batches of a run that are known before its model is loaded: all that `plan` asks of training.
 
 Settings, configuration and modules rule layouts out, by the rules that the run applies too (`LayoutRules`). Only a
 computation shows that the results of a layout are TRL's. `make models` makes it for each model type, and records the
-layout of the type in `model_layouts.json`. The run repeats it for its own model before the first step.
+layout of the type (`model_layouts.py`). The run repeats it for its own model before the first step.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+import math
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import nn
 from trl import GRPOConfig
 
-from grpo_recipes.generation.models import base_model, dropout_rates, kept_scores
-from grpo_recipes.recipe.recipe import Recipe
+from grpo_recipes.generation.models import base_model, kept_scores
+from grpo_recipes.recipe.specs import MicroBatching
+from grpo_recipes.training.activations import Activations, Measured, MicroBatch, NotMeasured
 from grpo_recipes.training.full_kl import READS_PADDED_ROWS
-from grpo_recipes.training.layout_rules import FSDP2, ZERO3, LayoutRules, attention_window, text_config
+from grpo_recipes.training.layout_rules import FSDP2, ZERO3, Choice, LayoutRules, attention_window, text_config
+from grpo_recipes.training.layout_trial import COMPARED_ROWS, EXTRA_PADDING
+from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.micro_batches import asked_layout
+from grpo_recipes.training.model_layouts import recorded
 from grpo_recipes.training.packing import Layout
 
-RECORDED = Path(__file__).with_name("model_layouts.json")
-"""File with the layout of each model type, written by `make models`."""
+__all__ = ["LayoutFacts", "MicroBatch", "NotMeasured", "describe"]
 
 _RUNS = {
     Layout.PACKED: "one row without padding, with each prompt once",
@@ -38,49 +37,20 @@ _RUNS = {
 
 
 @dataclass(frozen=True)
-class Records:
-    """Layouts recorded by `make models`.
-
-    Attributes:
-        transformers: Version of transformers that made the results.
-        layouts: Layout by model type.
-    """
-
-    transformers: str
-    layouts: Mapping[str, Layout]
-
-
-@cache
-def recorded() -> Records:
-    """Return the recorded layouts."""
-    content = json.loads(RECORDED.read_text(encoding="utf-8"))
-    layouts = {kind: Layout[name.upper()] for name, kinds in content["layouts"].items() for kind in kinds}
-    return Records(content["transformers"], layouts)
-
-
-def as_json(records: Records) -> str:
-    """Return recorded layouts as the content of `RECORDED`, one line for each layout."""
-    lines = []
-    for layout in sorted(Layout, reverse=True):
-        kinds = sorted(kind for kind, recorded in records.layouts.items() if recorded is layout)
-        lines.append(f'    "{layout.name.lower()}": {json.dumps(kinds)}')
-    head = f'{{\n  "transformers": "{records.transformers}",\n  "layouts": {{\n'
-    return head + ",\n".join(lines) + "\n  }\n}\n"
-
-
-@dataclass(frozen=True)
-class ExpectedLayout:
-    """Layout that a run is expected to get.
+class LayoutFacts:
+    """Layout that the micro-batches of a run are expected to get, and the memory that they take in it.
 
     Attributes:
         model_type: Model type, as its configuration names it.
         layout: The layout, or None for a type whose layout is not recorded.
         reason: Reason for which no more preferred layout is expected, or "".
+        activations: Measurement of the memory of a micro-batch.
     """
 
     model_type: str
     layout: Layout | None
     reason: str
+    activations: Activations
 
     def describe(self) -> str:
         """Return the layout as one sentence."""
@@ -100,33 +70,68 @@ class ExpectedLayout:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for `plan --json`."""
-        return {
-            "name": None if self.layout is None else self.layout.name.lower(),
-            "model_type": self.model_type,
-            "reason": self.reason,
-        }
+        name = None if self.layout is None else self.layout.name.lower()
+        return {"name": name, "model_type": self.model_type, "reason": self.reason}
+
+    def arranged(self, batch: MicroBatch, group: int) -> MicroBatch:
+        """Return a micro-batch in the expected layout, or in TRL's where the layout is unknown or saves nothing.
+
+        Args:
+            batch: Micro-batch in TRL's layout, of rows that may move between micro-batches.
+            group: Number of completions of a prompt.
+        """
+        if self.layout is None or not self.layout.shares_prompts:
+            return batch
+        # Rows are sorted by prompt, and each micro-batch takes the next ones. It may begin and end inside a group.
+        prompts = math.ceil((batch.rows - math.gcd(batch.rows, group)) / group) + 1
+        shared = replace(batch, prompts=prompts, layout=self.layout)
+        # Training packs no row that is hardly shorter for it.
+        return shared if shared.tokens <= MAX_PACKED_SHARE * batch.tokens else batch
+
+    def compared(self, batch: MicroBatch) -> MicroBatch:
+        """Return the forward pass of padded rows with which the run compares the layout of its first micro-batch."""
+        return batch.forward(min(batch.rows, COMPARED_ROWS), batch.prompt + 2 * EXTRA_PADDING, batch.completion)
+
+    def measure(self, batch: MicroBatch) -> Measured:
+        """Return the bytes of a micro-batch.
+
+        Raises:
+            NotMeasured: The model can't run on tensors without data.
+        """
+        return self.activations.measure(batch)
 
 
-def expected_layout(recipe: Recipe, config: GRPOConfig, model: nn.Module, sharding: str, tokens: int) -> ExpectedLayout:
+def describe(
+    config: GRPOConfig,
+    model: nn.Module,
+    tokens: int,
+    micro_batching: MicroBatching,
+    *,
+    full_kl: bool = False,
+    sharding: str = "none",
+) -> LayoutFacts:
     """Return the layout that a run is expected to get.
 
     Args:
-        recipe: Recipe of the run.
         config: TRL's training arguments of the run.
-        model: Policy on the meta device, with its adapter, with the dropout of the run.
-        sharding: Name of what is split over GPUs (`memory.Sharding`).
+        model: Policy on the meta device, with its adapter.
         tokens: Tokens of the longest prompt and completion together.
+        micro_batching: Settings of the micro-batches.
+        full_kl: True if the KL term is that over the vocabulary.
+        sharding: Name of what is split over GPUs: `none`, `zero2`, `zero3` or `fsdp2`.
     """
-    because = READS_PADDED_ROWS if recipe.kl_estimator == "full" else ""
-    rules = LayoutRules(config, has_router_loss(config, model), because)
+    because = READS_PADDED_ROWS if full_kl else ""
+    # Dropout that the run switches off still counts in its memory, as an upper limit.
+    rules = LayoutRules(config, has_router_loss(config, model), because, dropout_ends=config.disable_dropout)
     split = sharding if sharding in (ZERO3, FSDP2) else ""
     kind = cast(str, base_model(model).config.model_type)
-    return ExpectedLayout(kind, *_decide(model, rules, asked_layout(recipe.micro_batching), split, tokens))
+    layout, reason = _expected(model, rules, asked_layout(micro_batching), split, tokens)
+    return LayoutFacts(kind, layout, reason, Activations(model))
 
 
-def _decide(
+def _expected(
     model: nn.Module, rules: LayoutRules, wanted: Layout, sharding: str, tokens: int
-) -> tuple[Layout | None, str]:
+) -> Choice | tuple[None, str]:
     """Return the expected layout, or None if none is recorded, and the reason why no faster one is expected."""
     text, kind = text_config(model), base_model(model).config.model_type
     layout, reason = rules.allowed(model, wanted, sharding)
@@ -150,27 +155,9 @@ def _decide(
     return layout, reason
 
 
-def has_router_loss(config: Any, model: nn.Module) -> bool:
-    """Return True if TRL adds the auxiliary loss of a mixture of experts (`GRPOTrainer.aux_loss_enabled`).
-
-    Args:
-        config: Object with the attributes of `GRPOConfig`.
-        model: Policy.
-    """
+def has_router_loss(config: GRPOConfig, model: nn.Module) -> bool:
+    """Return True if TRL adds the auxiliary loss of a mixture of experts (`GRPOTrainer.aux_loss_enabled`)."""
     text, coefficient = text_config(model), config.router_aux_loss_coef
     if coefficient is None:
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
     return hasattr(text, "output_router_logits") and coefficient != 0.0
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set all rates of dropout to 0 inside this block."""
-    rates = [(module, name, vars(module)[name]) for _, module, name in dropout_rates(model)]
-    for module, name, _ in rates:
-        setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, rate in rates:
-            setattr(module, name, rate)

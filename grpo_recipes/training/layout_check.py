@@ -30,10 +30,11 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_recipes.generation.agreement import REPEATED, disagreement, gradient_disagreement
 from grpo_recipes.generation.models import base_model, computes_in_float32, eval_no_grad, in_float32, kept_scores
-from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
+from grpo_recipes.generation.rows import HostRows, PerToken, Rows
 from grpo_recipes.generation.verified import FastWay
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import on_any_rank
+from grpo_recipes.training import layout_trial
 from grpo_recipes.training.layout_rules import (
     Choice,
     LayoutRules,
@@ -44,24 +45,7 @@ from grpo_recipes.training.layout_rules import (
     text_config,
     unsupported_under_sharding,
 )
-from grpo_recipes.training.layout_trial import (
-    SAMPLE_TOKENS,
-    Results,
-    Trial,
-    compared,
-    fits_in_float32,
-    gradients,
-    in_training,
-    padded_call,
-    perturbed,
-    random_state,
-    room_for_padding,
-    sample,
-    sample_lengths,
-    with_a_shared_prompt,
-    with_edges,
-    without_gradients,
-)
+from grpo_recipes.training.layout_trial import Results, Trial, gradients, without_gradients
 from grpo_recipes.training.packed_attention import AttentionSwitch
 from grpo_recipes.training.packing import Layout, ModelCall, SpansIgnored
 from grpo_recipes.training.segments import NotSegmented, SegmentedModels
@@ -121,7 +105,7 @@ class LayoutCheck:
 
     def _verified(self, model: nn.Module, bare: nn.Module, rows: Rows, most: Layout, in_columns: bool) -> Choice:
         """Return the most preferred layout up to `most` that passes the checks 2 and 3."""
-        reason = ""
+        in_columns, reason = in_columns and not self.rules.unshared(bare), ""
         while True:
             found, doubt = self._compare_first_rows(model, bare, rows, most, in_columns)
             reason = reason or doubt
@@ -172,11 +156,11 @@ class LayoutCheck:
         usable = rows.host.labels > 0
         if wanted is Layout.PACKED and (fits := usable & self.fits(bare, rows.host)).any():
             usable = fits
-        rows = sample(rows, np.flatnonzero(usable))
-        padded = padded_call(rows, bare)
-        in_columns = in_columns and wanted is not Layout.TRIMMED and not self.rules.unshared(bare)
+        rows = layout_trial.sample(rows, np.flatnonzero(usable))
+        in_columns = in_columns and wanted is not Layout.TRIMMED
         is_float32 = self._computes_in_float32(bare)
         trial = Trial(rows, model, bare, is_float32, "the first micro-batch", in_columns=in_columns)
+        padded = trial.padded()
         # Positions from the attention mask hide a dependence on padding, a table of positions does not: without room
         # for padding, agreement says nothing about such a model.
         if self._any_rank(padded.rows is rows and learns_positions(base_model(bare))):
@@ -195,7 +179,7 @@ class LayoutCheck:
         if sharded:
             self._warn_once("under ZeRO-3 and FSDP layouts are compared by their log-probabilities, not by gradients")
         else:
-            widen = not self._any_rank(not fits_in_float32(bare, device))
+            widen = not self._any_rank(not layout_trial.fits_in_float32(bare, device))
             if not widen:
                 self._warn_once(
                     "layouts are compared in 16-bit precision: the weights are quantized, or have no room in float32"
@@ -203,42 +187,42 @@ class LayoutCheck:
         usable = rows.host.labels > 0
         if found is Layout.PACKED:
             usable &= self.fits(bare, rows.host)
-        short = sample(rows, np.flatnonzero(usable), SAMPLE_TOKENS)
+        short = layout_trial.sample(rows, np.flatnonzero(usable), layout_trial.SAMPLE_TOKENS)
         if found in (Layout.SHARED, Layout.SHARED_PADDED):
-            longest = self.args.max_completion_length or 0
-            short = with_edges(short, *sample_lengths(text_config(bare), rows, longest))
+            lengths = layout_trial.sample_lengths(text_config(bare), rows, self.args.max_completion_length or 0)
+            short = layout_trial.with_edges(short, *lengths)
         is_float32 = widen or self._computes_in_float32(bare)
-        in_columns = in_columns and found is not Layout.TRIMMED and not self.rules.unshared(bare)
+        in_columns = in_columns and found is not Layout.TRIMMED
         randomness = "in training the model draws random numbers, which a shared prompt would share"
         float32 = in_float32(bare, self.accelerator) if widen else nullcontext()
         attention = self.attention.in_float32(bare) if widen else nullcontext()
-        with float32, attention, perturbed(bare):
+        with float32, attention, layout_trial.perturbed(bare):
             # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
             # gradient. Any other is called without wrappers, because DDP's would wait for a backward pass.
-            called, parameters = (model, []) if sharded else (bare, compared(bare))
-            padded = padded_call(short, bare)
+            called, parameters = (model, []) if sharded else (bare, layout_trial.compared(bare))
             when = " once it has trained"
             trial = Trial(short, called, bare, is_float32, "a few short rows", when, parameters, in_columns)
-            with in_training(bare, device):
-                expected = self._compute(trial, padded)
-                if not self._any_rank(self._is_random(trial, padded, expected)):
+            with layout_trial.in_training(bare, device):
+                expected = self._compute(trial, trial.padded())
+                if not self._any_rank(self._is_random(trial, expected)):
                     return self._best(trial, found, expected)
             # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. No
             # prompt of such a model is shared: its completions would share the random numbers of the prompt.
             if found is Layout.SHARED_PADDED:
                 return Layout.PADDED, randomness
-            layout, doubt = self._best(trial, Layout.TRIMMED, self._compute(trial, padded))
+            layout, doubt = self._best(trial, Layout.TRIMMED, self._compute(trial, trial.padded()))
         return layout, doubt or (randomness if found.shares_prompts else "")
 
-    def _is_random(self, trial: Trial, padded: ModelCall, expected: Results) -> bool:
+    def _is_random(self, trial: Trial, expected: Results) -> bool:
         """Return True if a second computation of the padded rows differs from `expected`."""
-        before = random_state(self.accelerator.device)
-        again, _ = self._compute(replace(trial, parameters=()), padded)
+        device = self.accelerator.device
+        before = layout_trial.random_state(device)
+        again, _ = self._compute(replace(trial, parameters=()), trial.padded())
         gap = (again - expected[0]).abs().max()
         if trial.is_float32:
             noisy = bool(gap > REPEATED)
         else:  # two 16-bit results may differ by rounding, unless random numbers were drawn
-            noisy = bool(gap > 0) and not torch.equal(before, random_state(self.accelerator.device))
+            noisy = bool(gap > 0) and not torch.equal(before, layout_trial.random_state(device))
         return noisy or bool(_difference(trial, trial.rows, (again, expected[1]), expected))
 
     def _best(self, trial: Trial, most: Layout, expected: Results) -> Choice:
@@ -272,7 +256,7 @@ class LayoutCheck:
         if not trial.in_columns or is_sharded(trial.bare):
             return Layout.PADDED, reason
         # Padding on the right only: on the left it would change the positions. This model's positions count it.
-        wide = trial.rows.widen(0, room_for_padding(trial.rows, trial.bare))
+        wide = trial.rows.widen(0, trial.room_for_padding())
         expected = self._observed(trial, ModelCall(wide, Layout.PADDED))
         doubt = self._doubt_of_segments(trial, Layout.SHARED_PADDED, expected)
         self.segmented.of(trial.bare).buckets.record(doubt)
@@ -280,29 +264,18 @@ class LayoutCheck:
 
     def _doubt_of_packed(self, trial: Trial, expected: Results) -> str:
         """Return why packed rows can't be used, or "" if their results agree with `expected` on every rank."""
-        rows = trial.rows
-        index = np.flatnonzero(self.fits(trial.bare, rows.host) & (rows.host.labels > 0))
+        index = np.flatnonzero(self.fits(trial.bare, trial.rows.host) & (trial.rows.host.labels > 0))
         if not self._any_rank(len(index) > 0):
             return "no row of the first micro-batch can be packed"
-        if len(index):
-            index = with_a_shared_prompt(rows, index)
-            some = rows.select(index)
-        else:  # this rank has nothing to compare, but must make the call that the others make
-            index = np.zeros(1, dtype=np.int64)
-            some = rows.select(index).unlabelled()
-        log_probs = expected[0][on_device(index, expected[0].device)]
-        doubt = self._doubt(trial, ModelCall(some, Layout.PACKED), (log_probs, expected[1]))
+        rows, expected = trial.part(index, expected)
+        doubt = self._doubt(trial, ModelCall(rows, Layout.PACKED), expected)
         return f"packed rows give other results{trial.when} ({doubt})" if doubt else ""
 
     def _doubt_of_segments(self, trial: Trial, layout: Layout, expected: Results) -> str:
         """Return how rows in many buckets differ from `expected` on any rank, or "" within the tolerances."""
-        some, log_probs = trial.rows, expected[0]
-        index = np.flatnonzero(some.host.labels)
-        if len(index):  # a rank without a label makes the call of the others
-            index = with_a_shared_prompt(some, index)
-            some, log_probs = some.select(index), log_probs[on_device(index, log_probs.device)]
+        rows, expected = trial.part(np.flatnonzero(trial.rows.host.labels), expected)
         launches = math.inf if is_sharded(trial.bare) else 0.0
-        return self._doubt(trial, ModelCall(some, layout, launches), (log_probs, expected[1]))
+        return self._doubt(trial, ModelCall(rows, layout, launches), expected)
 
     def _doubt(self, trial: Trial, call: ModelCall, expected: Results) -> str:
         """Return how the results of a call differ from `expected` on any rank, or "" within the tolerances."""

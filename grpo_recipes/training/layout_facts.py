@@ -2,13 +2,17 @@
 
 Settings, configuration and modules rule layouts out, by the rules that the run applies too (`LayoutRules`). Only a
 computation shows that the results of a layout are TRL's. `make models` makes it for each model type, and records the
-layout of the type (`model_layouts.py`). The run repeats it for its own model before the first step.
+layout of the type (`model_layouts.json`). The run repeats it for its own model before the first step.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
@@ -22,10 +26,12 @@ from grpo_recipes.training.layout_rules import FSDP2, ZERO3, Choice, LayoutRules
 from grpo_recipes.training.layout_trial import COMPARED_ROWS, EXTRA_PADDING
 from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.micro_batches import asked_layout
-from grpo_recipes.training.model_layouts import recorded
 from grpo_recipes.training.packing import Layout
 
 __all__ = ["LayoutFacts", "MicroBatch", "NotMeasured", "describe"]
+
+RECORDED = Path(__file__).with_name("model_layouts.json")
+"""File with the layout of each model type, written by `make models`."""
 
 _RUNS = {
     Layout.PACKED: "one row without padding, with each prompt once",
@@ -34,6 +40,27 @@ _RUNS = {
     Layout.SHARED_PADDED: "each prompt once with TRL's padding, and its completions behind a cache of it in buckets",
     Layout.PADDED: "TRL's rows",
 }
+
+
+@dataclass(frozen=True)
+class Records:
+    """Layouts recorded by `make models`.
+
+    Attributes:
+        transformers: Version of transformers that made the results.
+        layouts: Layout by model type.
+    """
+
+    transformers: str
+    layouts: Mapping[str, Layout]
+
+
+@cache
+def recorded() -> Records:
+    """Return the recorded layouts."""
+    content = json.loads(RECORDED.read_text(encoding="utf-8"))
+    layouts = {kind: Layout[name.upper()] for name, kinds in content["layouts"].items() for kind in kinds}
+    return Records(content["transformers"], layouts)
 
 
 @dataclass(frozen=True)
@@ -144,8 +171,7 @@ def _expected(
     if record is None:
         return None, f"the layout of {kind} is not recorded"
     if record in (Layout.PADDED, Layout.SHARED_PADDED):
-        shares = wanted >= Layout.SHARED and not rules.unshared(model) and not sharding
-        return (record if shares else Layout.PADDED), "its results depend on padding"
+        return min(record, rules.in_columns(model, wanted, sharding)), "its results depend on padding"
     if record < layout:
         layout, reason = record, "its results with shared prompts are not TRL's"
     window = attention_window(text)

@@ -63,9 +63,8 @@ class LayoutRules:
         if reason := self._padded(bare):
             return Layout.PADDED, reason
         if scale := scaled_by_position(text_config(bare)):
-            unfit = not wanted.shares_prompts or self.unshared(bare) or sharding
             reason = f"attention is scaled by a token's place in the row, padding included ({scale})"
-            return (Layout.PADDED if unfit else Layout.SHARED_PADDED), reason
+            return self.in_columns(bare, wanted, sharding), reason
         if not wanted.shares_prompts:
             return wanted, ""
         unpacked = ""
@@ -77,6 +76,11 @@ class LayoutRules:
         if not unshared:
             return min(wanted, Layout.SHARED), unpacked
         return (Layout.PADDED if wanted is Layout.SHARED_PADDED else Layout.TRIMMED), unpacked or unshared
+
+    def in_columns(self, bare: nn.Module, wanted: Layout, sharding: str) -> Layout:
+        """Return the most preferred layout up to `wanted` for a model whose results depend on padding."""
+        unfit = not wanted.shares_prompts or self.unshared(bare) or sharding
+        return Layout.PADDED if unfit else Layout.SHARED_PADDED
 
     def unshared(self, bare: nn.Module) -> str:
         """Return why completions must not share a prompt, in any layout, or "" if nothing forbids it."""

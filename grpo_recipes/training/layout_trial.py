@@ -73,6 +73,34 @@ class Trial:
     in_columns: bool = True
     """True if the shared layout may keep TRL's columns where rows can't be trimmed."""
 
+    def padded(self) -> ModelCall:
+        """Return the call of TRL's layout with padding on either side, as far as the model has positions for it."""
+        left = self.room_for_padding()
+        wide = self.rows.widen(left, self.room_for_padding(left)) if left else self.rows
+        return ModelCall(wide, Layout.PADDED)
+
+    def room_for_padding(self, added: int = 0) -> int:
+        """Return the number of columns, up to `EXTRA_PADDING`, for which positions remain after `added` columns."""
+        longest = getattr(text_config(self.bare), "max_position_embeddings", None) or math.inf
+        return int(max(0, min(EXTRA_PADDING, longest - self.rows.input_ids.size(1) - added)))
+
+    def part(self, index: np.ndarray, expected: Results) -> tuple[Rows, Results]:
+        """Return the rows at `index` and their expected results, with at least two completions of one prompt.
+
+        A rank without such rows gets one row without labels, because it must make the call that the others make.
+        """
+        if len(index):
+            some = self.rows.host.select(index)
+            # A prompt with one completion is packed as an ordinary row, and a comparison of ordinary rows proves
+            # nothing.
+            if len(some.groups()) == len(index):
+                index = np.append(index, index[some.labels.argmax()])
+            rows = self.rows.select(index)
+        else:
+            index = np.zeros(1, dtype=np.int64)
+            rows = self.rows.select(index).unlabelled()
+        return rows, (expected[0][on_device(index, expected[0].device)], expected[1])
+
 
 # ---- Rows to compare
 
@@ -127,39 +155,11 @@ def with_edges(rows: Rows, prompt: int, completion: int) -> Rows:
         made += [(long, np.resize(completions[0], size)) for size in (completion, max(completion // 2, 1))]
     # The padding of these rows, where they have any: some models find it by its ID.
     padding = int(host.ids[~host.mask][0]) if not host.mask.all() else int(host.ids[0, -1])
-    before = max(host.prompt_mask.shape[1], *(len(tokens) for tokens, _ in made))
-    after = max(len(tokens) for _, tokens in made)
-    ids = np.full((len(made), before + after), padding, dtype=np.int64)
-    mask = np.zeros_like(ids)
-    for row, (left, right) in enumerate(made):
-        for tokens, columns in (left, slice(before - len(left), before)), (right, slice(before, before + len(right))):
-            ids[row, columns], mask[row, columns] = tokens, 1
-    device = rows.input_ids.device
-    return Rows(on_device(ids, device), on_device(mask, device), after)
-
-
-def with_a_shared_prompt(rows: Rows, index: np.ndarray) -> np.ndarray:
-    """Return `index`, with the row of the longest completion twice if no two of its rows share a prompt.
-
-    A prompt with one completion is packed as an ordinary row, and a comparison of ordinary rows proves nothing.
-    """
-    some = rows.host.select(index)
-    if len(some.groups()) < len(index):
-        return index
-    return np.append(index, index[some.labels.argmax()])
-
-
-def padded_call(rows: Rows, model: nn.Module) -> ModelCall:
-    """Return the call of TRL's layout with `EXTRA_PADDING` on either side, as far as the model has positions for it."""
-    left = room_for_padding(rows, model)
-    wide = rows.widen(left, room_for_padding(rows, model, left)) if left else rows
-    return ModelCall(wide, Layout.PADDED)
-
-
-def room_for_padding(rows: Rows, model: nn.Module, added: int = 0) -> int:
-    """Return the number of columns, up to `EXTRA_PADDING`, that the model has positions for behind `added` columns."""
-    longest = getattr(text_config(model), "max_position_embeddings", None) or math.inf
-    return int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1) - added)))
+    before, device = host.prompt_mask.shape[1], rows.input_ids.device
+    found = Rows.of_tokens([left.tolist() for left, _ in made], [right.tolist() for _, right in made], device)
+    found = found.widen(max(0, before - found.input_ids.size(1) + found.logits_to_keep), 0)
+    ids = found.input_ids.where(found.attention_mask.bool(), padding)
+    return Rows(ids, found.attention_mask, found.logits_to_keep)
 
 
 def sample_lengths(config: Any, rows: Rows, completion_tokens: int) -> tuple[int, int]:

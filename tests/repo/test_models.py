@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers import Gemma3TextConfig, PreTrainedConfig
 
-from grpo_recipes.training.model_layouts import RECORDED, recorded
+from grpo_recipes.training.layout_facts import RECORDED, recorded
 from tests.support.grids import only
 from tests.tools import models, released
 

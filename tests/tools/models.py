@@ -37,8 +37,8 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.groups import Turn
 from grpo_recipes.training import layout_check
+from grpo_recipes.training.layout_facts import RECORDED, Records
 from grpo_recipes.training.layout_rules import attention_window, text_config
-from grpo_recipes.training.model_layouts import RECORDED, Records
 from grpo_recipes.training.packing import Layout
 from tests.support.architectures import SAMPLED, batch, generated
 from tests.support.exact_generation import exact_generation

@@ -16,9 +16,8 @@ from grpo_recipes.checks.checks import Machine, dry_config
 from grpo_recipes.generation.models import kept_scores
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from grpo_recipes.training import layout_facts
-from grpo_recipes.training.layout_facts import LayoutFacts, describe, has_router_loss
+from grpo_recipes.training.layout_facts import LayoutFacts, Records, describe, has_router_loss
 from grpo_recipes.training.layout_rules import FSDP2, VERIFIED_UNDER_SHARDING, ZERO3, attention_window
-from grpo_recipes.training.model_layouts import Records
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import flat, layout_of, scored, trainer_on
 from tests.support.recorded import Recording

@@ -116,10 +116,11 @@ class Activations:
     def __init__(self, model: nn.Module) -> None:
         self.model, self._base = model, base_model(model)
         config = text_config(model)
-        self._lists = lists_of_layers(cast(nn.Module, self._base.base_model), config.num_hidden_layers)
+        lists = lists_of_layers(cast(nn.Module, self._base.base_model), config.num_hidden_layers)
+        self._lists = [(module, name, cast(nn.ModuleList, module._modules[name])) for module, name in lists]
         names, kinds = getattr(config, "layer_types", None), dict[Any, list[nn.Module]]()
-        for module, name in self._lists:
-            for number, layer in enumerate(cast(nn.ModuleList, module._modules[name])):
+        for _, _, layers in self._lists:
+            for number, layer in enumerate(layers):
                 shapes = tuple((path, weight.shape) for path, weight in layer.named_parameters())
                 kinds.setdefault((type(layer), names[number] if names else "", shapes), []).append(layer)
         self._kinds = list(kinds.values())
@@ -189,10 +190,9 @@ class Activations:
     @contextmanager
     def _skipping(self, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Skip all other decoder layers inside this block."""
-        stock = [(module, name, cast(nn.ModuleList, module._modules[name])) for module, name in self._lists]
         returned: list[int] = []
         handles = []
-        for module, name, all_layers in stock:
+        for module, name, all_layers in self._lists:
             handles.append(all_layers[0].register_forward_hook(partial(_note_form, returned)))
             kept = [layer if layer in layers else _Skipped(layer, returned) for layer in all_layers]
             module._modules[name] = nn.ModuleList(kept)
@@ -201,7 +201,7 @@ class Activations:
         finally:
             for handle in handles:
                 handle.remove()
-            for module, name, all_layers in stock:
+            for module, name, all_layers in self._lists:
                 module._modules[name] = all_layers
 
     def _loss(

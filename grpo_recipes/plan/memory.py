@@ -61,35 +61,34 @@ SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Sharding:
-    """Layout of a model: the number of GPUs, and what is split over them (`none`, `zero2`, `zero3` or `fsdp2`)."""
+    """Number of GPUs, and what of a model is split over them: `none`, `zero2`, `zero3` or `fsdp2`."""
 
     num_processes: int = 1
-    sharding: str = "none"
+    split: str = "none"
     offload_optimizer: bool = False
     offload_parameters: bool = False
 
     @property
     def is_deepspeed(self) -> bool:
         """True if DeepSpeed splits the states."""
-        return self.sharding.startswith("zero")
+        return self.split.startswith("zero")
 
     @classmethod
     def described(cls, accelerate_config: Path) -> Sharding:
-        """Return the layout of an accelerate configuration. Raise `MemoryUnknown` if it is not covered here."""
+        """Return the sharding of an accelerate configuration. Raise `MemoryUnknown` if it is not covered here."""
         raw = load_yaml(accelerate_config.read_text(encoding="utf-8"))
         kind = raw.get("distributed_type", "NO")
         deepspeed = raw.get("deepspeed_config") or {}
         if kind == "DEEPSPEED":
-            sharding = {0: "none", 2: "zero2", 3: "zero3"}.get(deepspeed.get("zero_stage", -1))
+            split = {0: "none", 2: "zero2", 3: "zero3"}.get(deepspeed.get("zero_stage", -1))
         else:
-            sharding = SHARDING.get(kind)
-        if sharding is None:
-            raise MemoryUnknown(
-                accelerate_config, "no estimate covers its layout", "name another `--accelerate_config`"
-            )
+            split = SHARDING.get(kind)
+        if split is None:
+            fix = "name another `--accelerate_config`"
+            raise MemoryUnknown(accelerate_config, "no estimate covers its layout", fix)
         return cls(
             raw["num_processes"],
-            sharding,
+            split,
             offload_optimizer=deepspeed.get("offload_optimizer_device", "none") != "none",
             offload_parameters=deepspeed.get("offload_param_device", "none") != "none",
         )
@@ -102,7 +101,7 @@ class MemoryPlan:
     Attributes:
         shape: Sizes of the model.
         facts: Facts about the micro-batches.
-        layout: Layout of the model over the GPUs.
+        sharding: Number of GPUs, and what of the model is split over them.
         config: Object with the attributes of `GRPOConfig`.
         rows: Completions in one micro-batch on one GPU.
         steps_per_generation: Micro-batches into which a generation batch is split. A rank generates all of them at
@@ -121,7 +120,7 @@ class MemoryPlan:
 
     shape: ModelShape
     facts: LayoutFacts
-    layout: Sharding
+    sharding: Sharding
     config: Any
     rows: int
     steps_per_generation: int
@@ -143,7 +142,7 @@ class MemoryPlan:
         if vLLM shares the GPU and does not sleep during training.
         """
         return {
-            **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
+            **(self._deepspeed_states() if self.sharding.is_deepspeed else self._torch_states()),
             # The reference of an adapter is its own base.
             "reference": self._weights() if self.config.beta != 0 and not self.is_adapter else 0,
             "reward model": 2 * self.reward_parameters,
@@ -192,9 +191,9 @@ class MemoryPlan:
 
     def _deepspeed_states(self) -> dict[str, float]:
         """Return the states under ZeRO. In full fine-tuning their sum is DeepSpeed's estimate."""
-        splits_parameters = self.layout.sharding == "zero3"
+        splits_parameters = self.sharding.split == "zero3"
         gathered = GATHERED * self.shape.largest_module if splits_parameters else 0
-        trained = 0 if self.layout.offload_optimizer else self.shape.trained / self.layout.num_processes
+        trained = 0 if self.sharding.offload_optimizer else self.shape.trained / self.sharding.num_processes
         adam = MASTER_AND_MOMENTS if self.mixed_precision else 2 * self.dtype_bytes
         return {
             "parameters": self._weights() + gathered,
@@ -204,8 +203,8 @@ class MemoryPlan:
 
     def _torch_states(self) -> dict[str, float]:
         """Return the states on one process, under DistributedDataParallel and under FSDP2."""
-        splits, shape = self.layout.sharding == "fsdp2", self.shape
-        ranks = self.layout.num_processes if splits else 1
+        splits, shape = self.sharding.split == "fsdp2", self.shape
+        ranks = self.sharding.num_processes if splits else 1
         trained, frozen = shape.trained / ranks, (shape.parameters - shape.trained) / ranks
         size = self._trained_bytes()
         base = self.dtype_bytes * frozen
@@ -215,7 +214,7 @@ class MemoryPlan:
         outside = shape.parameters - shape.in_layers
         gathered = self._compute_bytes() * (outside + 2 * shape.largest_layer) if splits else 0
         # DistributedDataParallel copies gradients into buckets.
-        copies = 2 if not splits and self.layout.num_processes > 1 else 1
+        copies = 2 if not splits and self.sharding.num_processes > 1 else 1
         if self.optim == ADAMW_BF16 and size == 2:
             state = ADAMW_BF16_STATE
         elif self.optim in ("sgd", "adafactor"):
@@ -234,28 +233,28 @@ class MemoryPlan:
 
     def _trained_bytes(self) -> int:
         """Return the bytes of a trained weight."""
-        if self.layout.is_deepspeed:
+        if self.sharding.is_deepspeed:
             return self._compute_bytes()
         if self.quantised_bytes is not None:
             return 2  # TRL casts adapters on a quantized base to bfloat16
         # FSDP2 under mixed precision keeps trained parameters in float32, and PEFT keeps adapters in float32.
-        holds_float32 = self.is_adapter or (self.layout.sharding == "fsdp2" and self.mixed_precision)
+        holds_float32 = self.is_adapter or (self.sharding.split == "fsdp2" and self.mixed_precision)
         return 4 if holds_float32 else self.dtype_bytes
 
     def _weights(self) -> float:
         """Return the bytes of the weights alone, which are all that a reference model needs."""
-        if self.layout.offload_parameters:
+        if self.sharding.offload_parameters:
             return 0
-        size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
+        size = self._compute_bytes() if self.sharding.is_deepspeed else self.dtype_bytes
         # With ZeRO-2 every GPU holds all weights, also of a reference (TRL's `prepare_deepspeed`).
-        ranks = self.layout.num_processes if self.layout.sharding in ("zero3", "fsdp2") else 1
+        ranks = self.sharding.num_processes if self.sharding.split in ("zero3", "fsdp2") else 1
         return size * self.shape.parameters / ranks
 
     # ---- Training
 
     def micro_batch(self) -> MicroBatch:
         """Return the micro-batch of the longest prompts and completions."""
-        holds_all = self.layout.sharding == "none"
+        holds_all = self.sharding.split == "none"
         batch = MicroBatch(
             rows=self.rows,
             prompt=self.prompt_tokens,
@@ -273,7 +272,7 @@ class MemoryPlan:
     def _training(self) -> float:
         """Return the most bytes that a micro-batch holds beside the states, which count all gradients."""
         batch = self.micro_batch()
-        new = batch.trained_bytes * self.shape.trained if self.layout.sharding == "none" else 0
+        new = batch.trained_bytes * self.shape.trained if self.sharding.split == "none" else 0
         held: float = self.facts.measure(batch).peak - (new if batch.makes_gradients else 0)
         if batch.layout.shares_prompts:
             # The run compares its layout before the first gradient.
@@ -290,7 +289,7 @@ class MemoryPlan:
         `ds3_gather_for_generation`, and the merge of an adapter for vLLM (`VLLMGeneration._iter_named_params`).
         """
         gathers = self.config.ds3_gather_for_generation if self.vllm is None else self.is_adapter
-        weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
+        weights = self._compute_bytes() * self.shape.parameters if gathers and self.sharding.split == "zero3" else 0
         held = 0.0
         if self.vllm is None:
             rows = self.rows * self.steps_per_generation
@@ -345,7 +344,7 @@ class MemoryPlan:
             change = CHANGES[name]
             if name == "activations" and not self.config.gradient_checkpointing:
                 change = "set `gradient_checkpointing: true`"
-            if name == "parameters" and self.layout.num_processes > 1:
+            if name == "parameters" and self.sharding.num_processes > 1:
                 change = "`--accelerate_config zero3` splits them over the GPUs"
             parts.append(Labelled("largest part", f"{name}, {gib(parts_at_peak[name])}: {change}"))
         return parts
@@ -445,11 +444,11 @@ def estimate(
     reward_parameters, uncounted = _reward_parameters(rewards)
     most = prompt_tokens + recipe.config.max_completion_length
     full_kl = recipe.kl_estimator == "full"
-    facts = describe(config, model, most, recipe.micro_batching, full_kl=full_kl, sharding=sharding.sharding)
+    facts = describe(config, model, most, recipe.micro_batching, full_kl=full_kl, sharding=sharding.split)
     planned = MemoryPlan(
         shape=shape,
         facts=facts,
-        layout=sharding,
+        sharding=sharding,
         config=recipe.config,
         rows=recipe.config.per_device_train_batch_size,
         steps_per_generation=geometry.steps_per_generation,
@@ -491,7 +490,7 @@ def _policy(recipe: Recipe, sharding: Sharding, model_config_file: str | None) -
         MemoryUnknown: The layout or the model is not covered by the estimate, or can't be read.
     """
     is_quantised = quantised_bytes(model_config(recipe)) is not None
-    if is_quantised and sharding.sharding != "none":
+    if is_quantised and sharding.split != "none":
         problem = "it is estimated only if each GPU holds all of it"
         raise MemoryUnknown("a quantised model", problem, "give `--accelerate_config single_gpu` or `ddp`")
     shape, model = policy_model(recipe, model_config_file)

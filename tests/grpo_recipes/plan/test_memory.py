@@ -48,7 +48,7 @@ def without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def states(run: MemoryPlan) -> tuple[float, ...]:
-    found = run._deepspeed_states() if run.layout.is_deepspeed else run._torch_states()
+    found = run._deepspeed_states() if run.sharding.is_deepspeed else run._torch_states()
     return tuple(found[name] for name in STATES)
 
 
@@ -92,7 +92,7 @@ def given(model: Path | None = None, adapter: LoraConfig | None = None, **change
     keys = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 2}
     keys |= {"max_completion_length": 8, "gradient_checkpointing": False}
     config = GRPOConfig(**{**keys, **{name: value for name, value in changes.items() if name not in fields}})
-    values = {"layout": Sharding(), "rows": 4, "steps_per_generation": 2, "prompt_tokens": 8, "dtype_bytes": 2}
+    values = {"sharding": Sharding(), "rows": 4, "steps_per_generation": 2, "prompt_tokens": 8, "dtype_bytes": 2}
     return MemoryPlan(**{"shape": shape, "facts": facts, "config": config, **values, **own})
 
 
@@ -114,7 +114,7 @@ def test_model_states_agree_with_deepspeed(tmp_path: Path) -> None:
             needs = estimate_zero3_model_states_mem_needs(trained, run.shape.largest_module, **offload, **gpus)
             expected = needs[1]
         frozen = 2 * (run.shape.parameters - trained) / processes
-        assert sum(states(replace(run, layout=layout))) == pytest.approx(expected + frozen, rel=0.15), name
+        assert sum(states(replace(run, sharding=layout))) == pytest.approx(expected + frozen, rel=0.15), name
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_the_states_of_a_layout() -> None:
         (T, Sharding(), {"quantised_bytes": 0.5}, (2 * (P - T - 4_000) + 0.5 * 4_000 + 2 * T, 2 * T, 4 * T)),
     ):  # fmt: skip
         shape = ModelShape(P, trained, M, L, P - OUT, quantisable=4_000)
-        run = replace(given(bf16=True), shape=shape, layout=layout, **changes)
+        run = replace(given(bf16=True), shape=shape, sharding=layout, **changes)
         assert states(run) == pytest.approx(expected)
 
 
@@ -183,7 +183,7 @@ def test_quantized_weights_are_counted_with_their_scales() -> None:
 
 def test_a_full_reference_is_split_where_parameters_are() -> None:
     for sharding, share in (("none", 1), ("zero2", 1), ("zero3", 1 / 8), ("fsdp2", 1 / 8)):
-        run = given(layout=Sharding(8, sharding), beta=0.04, facts=facts_of(Nothing()))
+        run = given(sharding=Sharding(8, sharding), beta=0.04, facts=facts_of(Nothing()))
         assert run.parts()["reference"] == 2 * run.shape.parameters * share
     assert given(adapter=LORA, beta=0.04, facts=facts_of(Nothing())).parts()["reference"] == 0
 
@@ -231,7 +231,7 @@ def test_training_and_generation_share_memory_except_beside_vllm() -> None:
 def test_split_weights_are_gathered_for_generation_and_for_the_merge_of_an_adapter() -> None:
     split = Sharding(8, "zero3")
     for adapter, vllm, is_gathered in ((None, False, True), (None, True, False), (LORA, True, True)):
-        run = given(adapter=adapter, layout=split, use_vllm=vllm)
+        run = given(adapter=adapter, sharding=split, use_vllm=vllm)
         assert run._generation()["gathered weights"] == (2 * run.shape.parameters if is_gathered else 0)
 
 

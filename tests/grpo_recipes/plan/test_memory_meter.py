@@ -131,7 +131,7 @@ def planned(case: Case, folder: Path) -> tuple[Plan, MemoryPlan]:
 
 def peak(config: PretrainedConfig, found: Plan, run: MemoryPlan, *, checks: bool = False) -> int:
     """Return the bytes at the peak of a micro-batch, or of the forward in TRL's layout with which it is compared."""
-    arguments, is_split = model_config(found.recipe), run.layout.sharding != "none"
+    arguments, is_split = model_config(found.recipe), run.sharding.split != "none"
     in_16_bits = run.dtype_bytes == 2 or (is_split and run.mixed_precision)
     layout = run.micro_batch().layout
     is_packed = layout.shares_prompts and not checks
@@ -168,8 +168,8 @@ def check_case(case: Case, folder: Path) -> str:
     if run.micro_batch().layout.shares_prompts:
         most = max(most, peak(config, found, run, checks=True))
     # A rank's share of split gradients, and the buckets of DistributedDataParallel, are not measured.
-    copies = 2 if run.layout.num_processes > 1 else 1
-    gradients = 0 if run.layout.sharding != "none" else parts["gradients"] / copies
+    copies = 2 if run.sharding.num_processes > 1 else 1
+    gradients = 0 if run.sharding.split != "none" else parts["gradients"] / copies
     held = parts["activations"] + gradients
     is_right = most <= held <= 1.25 * most
     return "" if is_right else f"{case}: {held / GIB:.2f} GiB planned, {most / GIB:.2f} GiB measured"

@@ -1,4 +1,4 @@
-"""What settings and models allow, without a computation."""
+"""Layouts that settings and models allow, decided without a computation."""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.training.layout_facts import LayoutFacts, MicroBatch, NotMeasured, describe
+from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError
-from grpo_rewards.registry import BuiltReward, leaves
+from grpo_rewards.registry import BuiltReward
 from grpo_rewards.reward_model import RewardModelScore
 from grpo_rewards.strict import load_yaml
 from grpo_rewards.terminal import Cell, Labelled, Part, Table

@@ -29,9 +29,10 @@ from grpo_recipes.plan.memory import RunEstimate, estimate, parse_size
 from grpo_recipes.plan.prompts import PromptReport, prompt_report
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe, resolved, shipped_files
 from grpo_recipes.recipe.trl_keys import cautions, ignored_keys
+from grpo_rewards.composed import leaves
 from grpo_rewards.files import relative_to
 from grpo_rewards.redaction import redacted
-from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves
+from grpo_rewards.registry import BuiltReward, UnbuiltReward
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 
 _TEXT = len("  optimizer step  ")  # width of a label, after which the text of a line begins

@@ -37,7 +37,9 @@ def max_rl(rewards: Tensor) -> Tensor:
     return ((rewards - mean) / torch.where(mean == 0, 1.0, mean)).nan_to_num(nan=0.0)
 
 
-def advantages(rule: AdvantageRule, rewards_per_function: Tensor, weights: Tensor, num_generations: int) -> Tensor:
+def compute_advantages(
+    rule: AdvantageRule, rewards_per_function: Tensor, weights: Tensor, num_generations: int
+) -> Tensor:
     """Return the advantages of all completions by a rule, (B * G,), in the order of the rewards.
 
     Args:

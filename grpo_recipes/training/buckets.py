@@ -85,39 +85,48 @@ class Arrangement:
         return self.tokens + launches * self.segments
 
 
-def arrange(rows: HostRows, layout: Layout, launches: float) -> Arrangement:
+def arrange(rows: HostRows, layout: Layout, launches: float, other: Layout | None = None) -> Arrangement:
     """Divide rows into the buckets of the least cost.
 
     Args:
         rows: rows of a micro-batch.
         layout: trimmed, or one of the shared layouts.
         launches: number of tokens that cost as much as one more bucket. Infinity makes one bucket.
+        other: layout that is taken in place of `layout` where it costs less.
 
     Returns:
         Buckets of the rows with labels. If no row has a label, one row of the fewest columns.
     """
+    candidates = [_arranged(rows, each, launches) for each in (layout, other) if each is not None]
+    return min(candidates, key=lambda arrangement: arrangement.cost(launches))  # the first one of equal costs
+
+
+def _arranged(rows: HostRows, layout: Layout, launches: float) -> Arrangement:
+    """Return the cheapest division in one layout."""
     index, left, _ = rows.trimmed()
     shared = layout is not Layout.TRIMMED
     missing = MIN_COLUMNS + 1 - rows.prompt_mask.shape[1]
     if shared and missing > 0:
-        rows = _with_columns_before(rows, missing)
+        before = (0, 0), (missing, 0)
+        ids, mask = np.pad(rows.ids, before, mode="edge"), np.pad(rows.mask, before)
+        rows = HostRows(ids, mask, rows.logits_to_keep)
         left += missing
     prompt = rows.prompt_mask.shape[1]
     if shared:
         # TRL's columns are all kept where positions depend on them.
         left = 0 if layout is Layout.SHARED_PADDED else min(left, prompt - 1 - MIN_COLUMNS)
-    completions = _last(rows.completion_mask[index])
+    # Columns up to the last token of each completion, (rows,).
+    ends = (rows.completion_mask[index] * np.arange(1, rows.logits_to_keep + 1)).max(1)
+    completions = np.maximum(ends, MIN_COLUMNS if shared else 1)
     own_prompts = np.zeros(len(index), dtype=np.int64) if shared else prompt - rows.prompt_mask[index].argmax(1)
-    if shared:
-        completions = np.maximum(completions, MIN_COLUMNS)
     sequence = np.argsort(completions, kind="stable")
     buckets = []
     for part in _cheapest_parts(completions[sequence], own_prompts[sequence], launches):
         some = sequence[part]
-        widest = int(completions[some].max())
-        # A suffix begins with the last prompt token, and the last completion token predicts nothing.
-        first, stop = (prompt - 1, prompt - 1 + widest) if shared else (prompt - int(own_prompts[some].max()), 0)
-        buckets.append(Bucket(index[some], first, stop if shared else prompt + widest))
+        first, stop = prompt - int(own_prompts[some].max()), prompt + int(completions[some].max())
+        if shared:  # a suffix begins with the last prompt token, and the last completion token predicts nothing
+            first, stop = first - 1, stop - 1
+        buckets.append(Bucket(index[some], first, stop))
     if not shared:
         return Arrangement(rows, buckets)
     numbers = np.array(rows.prompt_numbers())
@@ -126,18 +135,6 @@ def arrange(rows: HostRows, layout: Layout, launches: float) -> Arrangement:
         # Recurrent layers of transformers ignore the padding of a single row.
         first_rows = first_rows.repeat(2)
     return Arrangement(rows, buckets, Bucket(first_rows, left, prompt - 1))
-
-
-def _with_columns_before(rows: HostRows, number: int) -> HostRows:
-    """Return the rows with columns of padding before their prompts."""
-    ids = np.pad(rows.ids, ((0, 0), (number, 0)), mode="edge")
-    return HostRows(ids, np.pad(rows.mask, ((0, 0), (number, 0))), rows.logits_to_keep)
-
-
-def _last(mask: np.ndarray) -> np.ndarray:
-    """Return the number of columns up to the last True of each row, at least 1, (rows,)."""
-    columns = np.arange(1, mask.shape[1] + 1)
-    return np.maximum((mask * columns).max(1), 1)
 
 
 def _cheapest_parts(completions: np.ndarray, prompts: np.ndarray, launches: float) -> list[slice]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import numpy as np
@@ -27,13 +27,11 @@ from grpo_recipes.training.layout_rules import LayoutRules, is_sharded, text_con
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
 from grpo_recipes.training.segments import SegmentedModels
+from grpo_recipes.training.step_plan import MicroBatchPlan, decide
 from grpo_recipes.training.varlen import VarlenKernel
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import FilledConfig
-
-MAX_PACKED_SHARE = 0.95
-"""Largest share of the tokens of trimmed rows for which a packed row is used. Padded rows are faster per token."""
 
 
 @dataclass
@@ -63,14 +61,21 @@ class LogProbs:
         self._check = LayoutCheck(
             self.accelerator,
             self.args,
-            self._run,
+            self._run_trial,
             self._attention,
             self._segmented,
             LayoutRules(self.args, self.router_loss, self.padded_because),
         )
         self._kernel = VarlenKernel(self._check.announcer.once)
 
-    def __call__(self, model: nn.Module, rows: Rows, batch_size: int | None, compute_entropy: bool) -> PerToken:
+    def __call__(
+        self,
+        model: nn.Module,
+        rows: Rows,
+        batch_size: int | None,
+        compute_entropy: bool,
+        plan: MicroBatchPlan | None = None,
+    ) -> PerToken:
         """Return the log-probabilities and entropies of `rows`, in ceil(B / batch_size) model calls on every rank.
 
         Args:
@@ -78,10 +83,15 @@ class LogProbs:
             rows: B rows.
             batch_size: largest number of rows per model call, or None for one call.
             compute_entropy: True to compute entropies as well.
+            plan: plan of a micro-batch with these rows, or None to decide on each call here.
 
         Returns:
             Log-probabilities, and entropies or None, each (B, T), 0 where there is no label.
         """
+        if plan is not None:
+            rows, bare = rows.with_host(plan.rows), self.bare(model)
+            if plan.model is bare and self._is_verified(bare):
+                return self._run(model, rows, plan, compute_entropy)
         size = len(rows.input_ids)
         chunk = batch_size or size
         layout = self.layout(model, rows, chunk)
@@ -93,8 +103,8 @@ class LogProbs:
             part = slice(start, start + chunk)
             some = rows.select(part if sequence is None else sequence[part])
             # The padded layout needs no copy of the rows on the host.
-            chosen = (layout,) if layout is Layout.PADDED else self._layout_of_call(model, some.host, layout)
-            chunk_log_probs, chunk_entropies = self._run(ModelCall(some, *chosen), model, compute_entropy)
+            decided = None if layout is Layout.PADDED else self.plan(model, some.host, layout)
+            chunk_log_probs, chunk_entropies = self._run(model, some, decided, compute_entropy)
             log_probs.append(chunk_log_probs)
             if chunk_entropies is not None:
                 entropies.append(chunk_entropies)
@@ -110,17 +120,34 @@ class LogProbs:
         bare = self.bare(model)
         if self._check.exceeds_kept_scores(bare, rows.input_ids.size(1)):
             return Layout.PADDED  # for this generation batch only
-        # A different active adapter changes the function, so it is verified again: a reference is often scored by the
-        # policy's model with its adapter switched off. All adapters of a model must agree on one layout.
-        adapters, checked = adapter_state(bare), self._checked.setdefault(bare, set())
-        if adapters not in checked:
-            wanted = self._layouts.get(bare, self.wanted)
+        if not self._is_verified(bare):
+            # All adapters of a model must agree on one layout.
+            checked, wanted = self._checked.setdefault(bare, set()), self._layouts.get(bare, self.wanted)
             chosen = self._check.choose(model, bare, rows.select(slice(chunk)), wanted, in_columns=not checked)
             if chosen is None:
                 return Layout.PADDED  # for these rows only: without a label there was nothing to compare
-            checked.add(adapters)
+            checked.add(adapter_state(bare))
             self._layouts[bare] = chosen
         return self._layouts[bare]
+
+    def _is_verified(self, bare: nn.Module) -> bool:
+        """Return True if the layout of a model was verified with the adapters that are active now."""
+        # A different active adapter changes the function: a reference is often scored by the policy's model with its
+        # adapter switched off.
+        return adapter_state(bare) in self._checked.get(bare, ())
+
+    def plan(self, model: nn.Module, rows: HostRows, layout: Layout) -> MicroBatchPlan:
+        """Return the plan of a call of `model` with `rows`, where `layout` is the layout of the model."""
+        bare = self.bare(model)
+        # Cached: it reads all parameters, and they are sharded before the first call.
+        if bare not in self._sharded:
+            self._sharded[bare] = is_sharded(bare)
+        segmented, launches = self._segmented.of(bare), self.launches
+        # Each segment gathers the embedding's weights under ZeRO-3, which ranks must do equally often.
+        if self._sharded[bare] or not segmented.buckets.is_verified:
+            launches = math.inf
+        decided = decide(rows, layout, launches, partial(self._check.fits, bare), segmented.shared.is_verified)
+        return replace(decided, model=bare if self._is_verified(bare) else None)
 
     def restore_attention(self, model: nn.Module) -> None:
         """Give the model the attention implementation that the user set, which packed rows replace."""
@@ -136,72 +163,27 @@ class LogProbs:
             self._bare[model] = ref(found)
         return found
 
-    def tokens(self, model: nn.Module, rows: HostRows, layout: Layout) -> int:
-        """Return the number of tokens that run through the model for the rows of a micro-batch, padding included."""
-        if layout is not Layout.PADDED:
-            layout, launches = self._layout_of_call(model, rows, layout)
-        if layout is Layout.PADDED:
-            return rows.ids.size
-        return rows.packed_tokens() if layout is Layout.PACKED else arrange(rows, layout, launches).tokens
-
-    def _layout_of_call(self, model: nn.Module, rows: HostRows, layout: Layout) -> tuple[Layout, float]:
-        """Return the layout of a model call, simpler than `layout` where that saves nothing, and the cost of a bucket.
-
-        Args:
-            model: policy or reference, inside accelerate's wrappers.
-            rows: rows of the call.
-            layout: layout of the model, other than padded.
-
-        Returns:
-            The layout, and the number of tokens that cost as much as one more bucket, which is infinite where all rows
-            must run together.
-        """
-        bare = self.bare(model)
-        sharded, launches = self._is_sharded(bare), self.launches
-        if sharded or not self._segmented.of(bare).buckets.is_verified:
-            # Each segment gathers the embedding's weights under ZeRO-3, which ranks must do equally often.
-            launches = math.inf
-        if layout is Layout.PACKED:
-            trimmed = rows.select(*rows.trimmed())
-            # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
-            fits = self._check.fits(bare, trimmed).all()
-            if not fits and self._segmented.of(bare).shared.is_verified:
-                layout = Layout.SHARED
-            elif not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.ids.size:
-                layout = Layout.TRIMMED
-        if layout is Layout.SHARED_PADDED:
-            arrangement = arrange(rows, layout, launches)
-            # A column that was added to short prompts would change the positions.
-            if arrangement.host is not rows or arrangement.cost(launches) > rows.ids.size:
-                layout = Layout.PADDED
-        elif layout is Layout.SHARED and not sharded:
-            simple = arrange(rows, Layout.TRIMMED, launches).cost(launches)
-            if arrange(rows, layout, launches).cost(launches) > simple:
-                layout = Layout.TRIMMED
-        return layout, launches
-
-    def _is_sharded(self, bare: nn.Module) -> bool:
-        """Return True if a model call is a collective."""
-        # Cached: it reads all parameters, and they are sharded before the first call.
-        if bare not in self._sharded:
-            self._sharded[bare] = is_sharded(bare)
-        return self._sharded[bare]
-
-    def _run(self, call: ModelCall, model: nn.Module, compute_entropy: bool) -> PerToken:
-        """Make a model call, and return its results in TRL's layout, each (B, T)."""
-        if call.layout is Layout.PACKED:
-            self._attention.pack(self.bare(model))
-            return self._run_packed(model, pack(call.rows), call.rows, compute_entropy)
-        self.restore_attention(model)
+    def _run_trial(self, call: ModelCall, model: nn.Module, compute_entropy: bool) -> PerToken:
+        """Make a model call whose results are compared with those of another layout."""
         if call.layout is Layout.PADDED:
-            return self.stock(model, call.rows, compute_entropy)
-        arrangement = arrange(call.rows.host, call.layout, call.launches)
-        if arrangement.segments > 1:
-            laid = lay_out(arrangement, call.rows.input_ids.device)
-            return self._run_segments(model, laid, call.rows, compute_entropy)
-        trimmed, index = call.rows.trimmed()
+            return self._run(model, call.rows, None, compute_entropy)
+        buckets = None if call.layout is Layout.PACKED else arrange(call.rows.host, call.layout, call.launches)
+        return self._run(model, call.rows, MicroBatchPlan(call.rows.host, call.layout, buckets), compute_entropy)
+
+    def _run(self, model: nn.Module, rows: Rows, plan: MicroBatchPlan | None, compute_entropy: bool) -> PerToken:
+        """Compute rows by their plan, or in the padded layout without one, and return results (B, T)."""
+        if plan is not None and plan.layout is Layout.PACKED:
+            self._attention.pack(self.bare(model))
+            return self._run_packed(model, pack(rows), rows, compute_entropy)
+        self.restore_attention(model)
+        if plan is None or plan.arrangement is None:
+            return self.stock(model, rows, compute_entropy)
+        if plan.arrangement.segments > 1:
+            laid = lay_out(plan.arrangement, rows.input_ids.device)
+            return self._run_segments(model, laid, rows, compute_entropy)
+        trimmed, index = rows.trimmed()
         log_probs, entropies = self.stock(model, trimmed, compute_entropy)
-        back = partial(_untrimmed, rows=call.rows, index=index)
+        back = partial(_untrimmed, rows=rows, index=index)
         return back(log_probs), back(entropies) if entropies is not None else None
 
     def _run_segments(self, model: nn.Module, laid: Laid, rows: Rows, compute_entropy: bool) -> PerToken:
@@ -215,11 +197,7 @@ class LogProbs:
                 fused_lm_head=True,
                 segments=laid.segments,
             )
-        shape = (len(rows.input_ids), rows.logits_to_keep)
-        log_probs = _in_rows(outputs.log_probs[0], laid.rows, laid.columns, shape)
-        if not compute_entropy:
-            return log_probs, None
-        return log_probs, _in_rows(outputs.entropy[0], laid.rows, laid.columns, shape)
+        return _in_rows(outputs, laid, rows, compute_entropy)
 
     def _run_packed(self, model: nn.Module, packed: PackedRow, rows: Rows, compute_entropy: bool) -> PerToken:
         bare = self.bare(model)
@@ -238,16 +216,27 @@ class LogProbs:
         # Checked in each forward: a layer that ignores the spans gives wrong log-probabilities without any other sign.
         if attended != layers:
             raise SpansIgnored(f"{attended} of its {layers} layers keep the completions of a packed row apart")
+        return _in_rows(outputs, packed, rows, compute_entropy, packed.positions)
+
+
+def _in_rows(
+    outputs: Any, labels: Laid | PackedRow, rows: Rows, compute_entropy: bool, positions: Tensor | slice = slice(None)
+) -> PerToken:
+    """Return the results of a model call in TRL's layout, each (B, T), 0 where there is no label.
+
+    Args:
+        outputs: outputs of the model, log-probabilities and entropies (1, N).
+        labels: rows and columns of the n labels.
+        rows: B rows in TRL's layout.
+        compute_entropy: True to return entropies as well.
+        positions: place of each label among the N outputs. By default the outputs are those of the labels.
+    """
+
+    def spread(values: Tensor) -> Tensor:
         shape = (len(rows.input_ids), rows.logits_to_keep)
-        log_probs = _in_rows(outputs.log_probs[0, packed.positions], packed.rows, packed.columns, shape)
-        if not compute_entropy:
-            return log_probs, None
-        return log_probs, _in_rows(outputs.entropy[0, packed.positions], packed.rows, packed.columns, shape)
+        return values.new_zeros(shape).index_put((labels.rows, labels.columns), values[0, positions])
 
-
-def _in_rows(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return the values of all labels, (n,), in TRL's layout, (B, T), 0 where there is no label."""
-    return values.new_zeros(shape).index_put((rows, columns), values)
+    return spread(outputs.log_probs), spread(outputs.entropy) if compute_entropy else None
 
 
 def _untrimmed(values: Tensor, rows: Rows, index: np.ndarray) -> Tensor:

@@ -12,9 +12,8 @@ Shapes: B rows of a micro-batch, R rows of a window, P prompt columns, T complet
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,6 @@ from grpo_recipes.generation.rows import HostRows, Rows, on_device
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training.packing import Layout, order
-
-EMPTY = "no_row_contributes"
-"""Key that is True in a micro-batch in which no rank has a row that contributes."""
-
-HOST = "host_rows"
-"""Key of the rows of a micro-batch in the host's memory, `HostRows`."""
 
 # Values that are set to 0 in a masked row. TRL's new log-probabilities are 0 there, so the ratio is exp(0 - 0) = 1. Any
 # other value could give an infinite ratio, and 0 * inf is NaN. The reference's log-probabilities are not listed,
@@ -89,46 +82,6 @@ def asked_layout(micro_batching: MicroBatching) -> Layout:
     return Layout[micro_batching.layout.upper()]
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """Tokens and rows of one generation batch, counted for one forward of each row."""
-
-    computed: int
-    """Tokens that run through the model."""
-    needed: int
-    """Tokens without padding of the rows that contribute. Where prompts are shared, each counts once per window."""
-    padded: int
-    """Tokens of TRL's own micro-batches."""
-    rows: int
-    """Number of rows."""
-    skipped: int
-    """Number of rows that do not contribute."""
-
-    @property
-    def padding(self) -> float:
-        """Share of the computed tokens that are not needed, in [0, 1]."""
-        return max(0.0, 1.0 - self.needed / self.computed) if self.computed else 0.0
-
-    def __add__(self, other: Efficiency) -> Efficiency:
-        """Return the totals of two generation batches."""
-        return Efficiency(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    def metrics(self) -> dict[str, float]:
-        """Return the logged metrics by name."""
-        return {
-            "efficiency/tokens_computed": float(self.computed),
-            "efficiency/tokens_needed": float(self.needed),
-            "efficiency/padding": self.padding,
-            "efficiency/rows_skipped": float(self.skipped),
-        }
-
-    def __str__(self) -> str:
-        return (
-            f"{self.computed:,} tokens computed ({self.padded:,} in TRL's micro-batches), {self.needed:,} needed, "
-            f"{self.padding:.1%} padding, {self.skipped} of {self.rows} rows skipped"
-        )
-
-
 def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> int:
     """Return the number of consecutive micro-batches of a generation batch that always belong to one optimizer step.
 
@@ -139,7 +92,9 @@ def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> 
     return math.gcd(steps_per_generation, gradient_accumulation_steps)
 
 
-def regroup(buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Exactness) -> list[MicroBatch]:
+def regroup(
+    buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Exactness
+) -> list[tuple[MicroBatch, HostRows]]:
     """Redistribute the rows of a generation batch within windows of micro-batches.
 
     Args:
@@ -150,19 +105,41 @@ def regroup(buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Ex
         exact: changes to make, which leave the gradient as it is.
 
     Returns:
-        As many micro-batches of B rows each, trimmed, with `HOST`. TRL's rows in the padded layout and with images.
+        As many micro-batches of B rows each, trimmed, and their rows in the host's memory. TRL's micro-batches in the
+        padded layout and with images.
     """
     host, contributing = _on_host(buffer)
+    size = len(buffer[0]["completion_ids"])
+    parts = [slice(start, start + size) for start in range(0, len(host.ids), size)]
     if layout is Layout.PADDED or not all(map(_has_one_entry_per_row, buffer)):
-        return [{**batch, HOST: rows} for batch, rows in zip(buffer, _parts(host, buffer), strict=True)]
-    step = window if exact.regroup else 1
-    size = step * _size(buffer[0])
-    result = []
-    for start in range(0, len(buffer), step):
-        rows = slice(start * _size(buffer[0]), start * _size(buffer[0]) + size)
-        skipped = ~contributing[rows] & exact.skip
-        result += _regroup_window(buffer[start : start + step], host.select(rows), skipped, layout, exact)
-    return result
+        return [(batch, host.select(part)) for batch, part in zip(buffer, parts, strict=True)]
+    merged, unmasked = _merge(buffer), host
+    # Tokens that TRL's divisor counted in the micro-batch that each row was in, (rows,).
+    tokens = torch.cat([loss_mask(batch).sum().expand(size) for batch in buffer])
+    skipped = ~contributing & exact.skip
+    if skipped.any():
+        merged, host = _mask_out(merged, on_device(skipped, tokens.device)), host.without_labels(skipped)
+    sequence = np.arange(len(skipped))
+    if exact.regroup:
+        # Rows with shared prompts are ordered before masking: a skipped row then keeps its place beside its prompt, and
+        # a group as large as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped
+        # rows have length 0, and gather in micro-batches that cost next to nothing.
+        ordered = unmasked if layout.shares_prompts else host
+        for start in range(0, len(sequence), window * size):
+            rows = slice(start, start + window * size)
+            sequence[rows] = start + order(ordered.select(rows), layout)
+    places = on_device(sequence, tokens.device)
+    regrouped = []
+    for part in parts:
+        batch = _take(merged, sequence[part], places[part])
+        if exact.rescale:
+            # TRL divides a row by the tokens of its micro-batch. The factor (new / old tokens) restores the row's
+            # weight.
+            scale = loss_mask(batch).sum() / tokens[places[part]].clamp(min=1)
+            advantages = batch["advantages"]  # (B,) or (B, T)
+            batch["advantages"] = advantages * scale.reshape(-1, *[1] * (advantages.ndim - 1))
+        regrouped.append(_trimmed(batch, host.select(sequence[part]), columns_kept=layout is Layout.SHARED_PADDED))
+    return regrouped
 
 
 def _on_host(buffer: Sequence[MicroBatch]) -> tuple[HostRows, np.ndarray]:
@@ -176,37 +153,6 @@ def _on_host(buffer: Sequence[MicroBatch]) -> tuple[HostRows, np.ndarray]:
     return host, copied[:, -1] != 0
 
 
-def _regroup_window(
-    batches: Sequence[MicroBatch], host: HostRows, skipped: np.ndarray, layout: Layout, exact: Exactness
-) -> list[MicroBatch]:
-    """Regroup the R rows of one window, of which those that are `skipped`, (R,) bool, do not contribute."""
-    size = _size(batches[0])
-    merged = _merge(batches)
-    # Tokens that TRL's divisor counted in the micro-batch that each row was in, (R,).
-    tokens = torch.cat([loss_mask(batch).sum().expand(_size(batch)) for batch in batches])
-    masked, host_masked = merged, host
-    if skipped.any():
-        masked, host_masked = _mask_out(merged, on_device(skipped, tokens.device)), host.without_labels(skipped)
-    sequence = np.arange(len(skipped))
-    if exact.regroup:
-        # Rows with shared prompts are ordered before masking: a skipped row then keeps its place beside its prompt, and
-        # a group as large as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped
-        # rows have length 0, and gather in micro-batches that cost next to nothing.
-        sequence = order(host if layout.shares_prompts else host_masked, layout)
-    places = on_device(sequence, tokens.device)
-    starts = range(0, len(sequence), size)
-    regrouped = [_take(masked, sequence[start : start + size], places[start : start + size]) for start in starts]
-    if exact.rescale:
-        # TRL divides a row by the tokens of its micro-batch. The factor (new / old tokens) restores the row's weight.
-        for batch, before in zip(regrouped, tokens[places].split(size), strict=True):
-            scale = loss_mask(batch).sum() / before.clamp(min=1)
-            advantages = batch["advantages"]  # (B,) or (B, T)
-            batch["advantages"] = advantages * scale.reshape(-1, *[1] * (advantages.ndim - 1))
-    rows = _parts(host_masked.select(sequence), regrouped)
-    columns_kept = layout is Layout.SHARED_PADDED
-    return [_trimmed(batch, part, columns_kept) for batch, part in zip(regrouped, rows, strict=True)]
-
-
 def loss_mask(batch: MicroBatch) -> Tensor:
     """Return the mask of the tokens in the loss, (B, T)."""
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
@@ -214,7 +160,7 @@ def loss_mask(batch: MicroBatch) -> Tensor:
 
 def contributes(batch: MicroBatch) -> Tensor:
     """Return True for each row with a policy gradient, (B,): a nonzero advantage and a token in the loss."""
-    return batch["advantages"].reshape(_size(batch), -1).any(1) & loss_mask(batch).any(1)
+    return batch["advantages"].reshape(len(batch["advantages"]), -1).any(1) & loss_mask(batch).any(1)
 
 
 def as_rows(batch: MicroBatch) -> Rows:
@@ -222,79 +168,6 @@ def as_rows(batch: MicroBatch) -> Rows:
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     return Rows(ids, mask, batch["completion_ids"].size(1))
-
-
-def _parts(host: HostRows, batches: Sequence[MicroBatch]) -> list[HostRows]:
-    """Split the rows of all micro-batches into those of each."""
-    ends = np.cumsum([_size(batch) for batch in batches])
-    return [host.select(slice(end - _size(batch), end)) for end, batch in zip(ends, batches, strict=True)]
-
-
-def count(
-    padded: Sequence[MicroBatch], ours: Sequence[MicroBatch], tokens: Sequence[int], window: int, layout: Layout
-) -> Tensor:
-    """Return the counts of one rank for `mark_empty`, to be summed over ranks, (5 + micro-batches,).
-
-    Args:
-        padded: TRL's micro-batches.
-        ours: micro-batches that `regroup` returned.
-        tokens: number of tokens that the model call for each of `ours` computes.
-        window: number of micro-batches per window.
-        layout: layout of the model calls.
-    """
-    rows = [batch[HOST] for batch in ours]
-    needed = sum(needed_tokens(rows[start : start + window], layout) for start in range(0, len(rows), window))
-    labelled = [int((part.labels > 0).sum()) for part in rows]
-    total = sum(map(_size, ours))
-    skipped = 0 if layout is Layout.PADDED else total - sum(labelled)
-    tokens_of_trl = sum(batch[key].numel() for batch in padded for key in ("prompt_ids", "completion_ids"))
-    return torch.tensor([sum(tokens), needed, tokens_of_trl, total, skipped, *labelled])
-
-
-def mark_empty(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
-    """Mark the micro-batches that are empty on all ranks with `EMPTY`, and return what the generation batch took.
-
-    Args:
-        ours: micro-batches of this rank.
-        totals: `count`, summed over ranks.
-    """
-    computed, needed, padded, rows, skipped, *labelled = totals.tolist()
-    for batch, number in zip(ours, labelled, strict=True):
-        if not number:
-            batch[EMPTY] = True
-    return Efficiency(computed, needed, padded, rows, skipped)
-
-
-@contextmanager
-def empty_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterator[None]:
-    """Remove the metrics that TRL appends inside the block if the micro-batch is marked with `EMPTY`.
-
-    TRL's formulas give 0 for the entropy and clip ratios of a micro-batch without tokens, which would lower their
-    means.
-    """
-    before = {name: len(values) for name, values in metrics.items()}
-    yield
-    if EMPTY in batch:
-        for name in list(metrics):
-            del metrics[name][before.get(name, 0) :]
-            if not metrics[name]:
-                del metrics[name]
-
-
-def needed_tokens(batches: Sequence[HostRows], layout: Layout) -> int:
-    """Return the tokens of the rows with labels, without padding. Where prompts are shared, each counts once."""
-    if not layout.shares_prompts:
-        return sum(int(rows.mask[rows.labels > 0].sum()) for rows in batches)
-    prefixes: dict[bytes, int] = {}
-    for rows in batches:
-        for prompt, labels in zip(rows.prompts(), rows.labels, strict=True):
-            if labels:
-                prefixes[prompt.tobytes()] = len(prompt) - 1
-    return sum(prefixes.values()) + sum(int(rows.labels.sum()) for rows in batches)
-
-
-def _size(batch: MicroBatch) -> int:
-    return len(batch["completion_ids"])
 
 
 def _is_per_row(value: object) -> bool:
@@ -306,7 +179,7 @@ def _has_one_entry_per_row(batch: MicroBatch) -> bool:
     """Return True if every value has one entry per row. With images, TRL holds one entry per image patch."""
     if _MULTIMODAL & batch.keys():
         return False
-    return all(len(value) == _size(batch) for value in batch.values() if _is_per_row(value))
+    return all(len(value) == len(batch["completion_ids"]) for value in batch.values() if _is_per_row(value))
 
 
 def _merge(batches: Sequence[MicroBatch]) -> MicroBatch:
@@ -347,8 +220,8 @@ def _mask_out(batch: MicroBatch, skipped: Tensor) -> MicroBatch:
     return masked
 
 
-def _trimmed(batch: MicroBatch, host: HostRows, columns_kept: bool) -> MicroBatch:
-    """Return the micro-batch without the columns that none of its rows uses, and `HOST`.
+def _trimmed(batch: MicroBatch, host: HostRows, columns_kept: bool) -> tuple[MicroBatch, HostRows]:
+    """Return a micro-batch and its rows in the host's memory without the columns that no row uses.
 
     Args:
         batch: micro-batch.
@@ -361,10 +234,10 @@ def _trimmed(batch: MicroBatch, host: HostRows, columns_kept: bool) -> MicroBatc
     full = batch["completion_ids"].size(1)
     # Two columns at least: TRL takes a value of (B, 1) for one per sequence, and would not mask it in its metrics.
     width = max(width, min(2, full))
-    cut = {**batch, HOST: host.select(slice(None), left, width)}
+    cut = dict(batch)
     for key, value in batch.items():
         if key in ("prompt_ids", "prompt_mask"):
             cut[key] = value[:, left:]
         elif isinstance(value, Tensor) and value.ndim > 1 and value.size(1) == full:
             cut[key] = value[:, :width]
-    return cut
+    return cut, host.select(slice(None), left, width)

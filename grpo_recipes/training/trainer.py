@@ -26,28 +26,18 @@ from grpo_recipes.data.tables import check_no_image_columns
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import base_model, keep_4bit_layout
-from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
+from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.generation.sampling import random_state_kept
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.faults import no_exit
 from grpo_recipes.process.messages import log_progress, tied_weights
+from grpo_recipes.recipe import specs
 from grpo_recipes.recipe.losses import LOSS_TYPES
-from grpo_recipes.recipe.specs import (
-    AdvantageRule,
-    GenerationMode,
-    KLEstimator,
-    MicroBatching,
-    ReferenceSpec,
-    SamplingSpec,
-    ToolLimits,
-    typed,
-)
 from grpo_recipes.recipe.trl_keys import check_advantages, check_generation, check_turn_ends
-from grpo_recipes.training import micro_batches as microbatch
-from grpo_recipes.training import offline
+from grpo_recipes.training import micro_batches, offline, step_plan, trl_patches
 from grpo_recipes.training.adamw_bf16 import UpdateSample
 from grpo_recipes.training.adapters import adapter_dtype_kept, with_its_base
-from grpo_recipes.training.advantages import advantages as advantages_by_rule
+from grpo_recipes.training.advantages import compute_advantages
 from grpo_recipes.training.callbacks import DropLaterCompletions, identity_of, starting_weights
 from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
 from grpo_recipes.training.finite import FiniteSteps
@@ -60,18 +50,6 @@ from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.saving import CompleteCheckpoints
 from grpo_recipes.training.tool_turns import ToolTurns
-from grpo_recipes.training.trl_patches import (
-    correct_counts,
-    hide_secrets,
-    malformed_calls,
-    neutral_engine,
-    on_copies,
-    sampling_by_seed,
-    separate_eval_completions,
-    steady_clock,
-    storable_logs,
-    take_over_mask,
-)
 from grpo_recipes.training.turn_check import TurnCheck
 from grpo_rewards.attention import without_cudnn_attention
 
@@ -111,28 +89,28 @@ class GRPOTrainer(TRLGRPOTrainer):
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         *rest: Any,
-        reference: str | Mapping[str, Any] | ReferenceSpec | None = None,
-        kl_estimator: KLEstimator = "sampled",
-        micro_batching: str | Mapping[str, Any] | MicroBatching = "auto",
-        generation: GenerationMode = "auto",
-        sampling: str | Mapping[str, Any] | SamplingSpec | None = None,
-        advantages: AdvantageRule | None = None,
+        reference: str | Mapping[str, Any] | specs.ReferenceSpec | None = None,
+        kl_estimator: specs.KLEstimator = "sampled",
+        micro_batching: str | Mapping[str, Any] | specs.MicroBatching = "auto",
+        generation: specs.GenerationMode = "auto",
+        sampling: str | Mapping[str, Any] | specs.SamplingSpec | None = None,
+        advantages: specs.AdvantageRule | None = None,
         generation_check: bool = True,
-        tool_limits: str | Mapping[str, Any] | ToolLimits | None = None,
+        tool_limits: str | Mapping[str, Any] | specs.ToolLimits | None = None,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         # A mistake in an argument is found before TRL loads the model, which may take minutes.
-        self.micro_batching = MicroBatching.parse(micro_batching)
-        typed("kl_estimator", kl_estimator, KLEstimator)
-        generation = typed("generation", generation, GenerationMode)
-        typed("advantages", advantages, AdvantageRule | None)
+        self.micro_batching = specs.MicroBatching.parse(micro_batching)
+        specs.typed("kl_estimator", kl_estimator, specs.KLEstimator)
+        generation = specs.typed("generation", generation, specs.GenerationMode)
+        specs.typed("advantages", advantages, specs.AdvantageRule | None)
         self._advantage_rule = advantages
-        limits = ToolLimits() if tool_limits is None else ToolLimits.parse(tool_limits)
+        limits = specs.ToolLimits() if tool_limits is None else specs.ToolLimits.parse(tool_limits)
         if args is not None:
             check_generation(args)
             check_advantages(advantages, args)
-            hide_secrets(args)
+            trl_patches.hide_secrets(args)
             for key in ("tools", "environment_factory"):
                 if kwargs.get(key):
                     check_turn_ends(args, key)
@@ -140,7 +118,12 @@ class GRPOTrainer(TRLGRPOTrainer):
         # TRL's own reference would be a second model in memory, also where an adapter that is switched off serves as
         # one.
         policy = with_its_base(model, args)
-        with without_trl_reference(args), sampling_by_seed(args), neutral_engine(), complete_weights():
+        with (
+            without_trl_reference(args),
+            trl_patches.sampling_by_seed(args),
+            trl_patches.neutral_engine(),
+            complete_weights(),
+        ):
             super().__init__(policy, reward_funcs, args, *rest, **kwargs)
         if not self._is_vlm:
             check_no_image_columns(self.train_dataset)
@@ -157,12 +140,10 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._finite = FiniteSteps(self)
         self.add_callback(self._finite)
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
-        self._masks_truncated = self._stop is not None and take_over_mask(self)
+        self._masks_truncated = self._stop is not None and trl_patches.take_over_mask(self)
         self._generation_check = GenerationCheck(self, self._trl_log_probs, generation_check)
         self._generation = Generation(self, self._generation_check, self._stop, generation)
         self._tool_turns = ToolTurns(self, limits)
-        self._resets = ExitStack()
-        """Context of the resets of a generation batch's environments, which ends when generation begins."""
         self._turn_check = TurnCheck(self, self._stop, generation_check)
         self._prompts = PromptSampling.added_to(self, sampling)
         self._sources = starting_weights(model, self.model, reference)
@@ -172,19 +153,18 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _set_up_micro_batches(self) -> None:
         """Decide which changes of micro-batches are exact for this loss, and which layouts may be tried."""
-        self._efficiency: microbatch.Efficiency | None = None
-        self._host_rows: HostRows | None = None
+        self._step_state = step_plan.StepState()
         self._passes = Passes(self)
-        self._loss_log_probs: Tensor | None = None
-        self._exact = microbatch.exactness(
+        exact = micro_batches.exactness(
             self.loss_type,
             self.beta,
             entropy_bonus=self._entropy_bonus_enabled,
             entropy_quantile=self.top_entropy_quantile,
             router_loss=self.aux_loss_enabled,
         )
+        self._exact = replace(exact, skip=exact.skip and self.micro_batching.skip_zero_advantage)
         reason = READS_PADDED_ROWS if self._full_kl is not None else ""
-        layout = microbatch.asked_layout(self.micro_batching)
+        layout = micro_batches.asked_layout(self.micro_batching)
         self._log_probs = LogProbs(
             self.accelerator, self.args, self._trl_log_probs, layout, self.aux_loss_enabled, reason
         )
@@ -214,7 +194,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Return TRL's next micro-batch, or ours of a generation batch that was regrouped."""
         buffer = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        regroups = microbatch.asked_layout(self.micro_batching) is not Layout.PADDED
+        regroups = micro_batches.asked_layout(self.micro_batching) is not Layout.PADDED
         # Only a new buffer is regrouped: evaluation, and a generation batch that serves again, keep the old one.
         if self._buffered_inputs is not buffer:
             self._passes.start()
@@ -225,18 +205,17 @@ class GRPOTrainer(TRLGRPOTrainer):
         return offline.with_recorded_log_probs(inputs, self.rollout_func)
 
     def _regroup(self, padded: list[dict[str, Any]]) -> None:
-        """Replace TRL's micro-batches with ours, and log the tokens that this saves over all ranks."""
-        window = microbatch.window_size(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
-        first = microbatch.as_rows(padded[0])
+        """Replace TRL's micro-batches with ours and their plans, and log the tokens that this saves over all ranks."""
+        window = micro_batches.window_size(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
+        first = micro_batches.as_rows(padded[0])
         layout = self._log_probs.layout(self.model, first, len(first.input_ids))
-        exact = replace(self._exact, skip=self._exact.skip and self.micro_batching.skip_zero_advantage)
-        ours = microbatch.regroup(padded, window, layout, exact)
-        tokens = [self._log_probs.tokens(self.model, batch[microbatch.HOST], layout) for batch in ours]
-        counts = microbatch.count(padded, ours, tokens, window, layout)
-        efficiency = microbatch.mark_empty(ours, self.accelerator.reduce(on_device(counts, self.accelerator.device)))
+        ours = []
+        for batch, rows in micro_batches.regroup(padded, window, layout, self._exact):
+            ours.append({**batch, step_plan.PLAN: self._log_probs.plan(self.model, rows, layout)})
+        efficiency = step_plan.measure(padded, ours, window, layout, self.accelerator)
         for name, value in efficiency.metrics().items():
             self._metrics["train"][name].append(value)
-        self._efficiency = efficiency if self._efficiency is None else self._efficiency + efficiency
+        self._step_state.efficiency += efficiency
         self._buffered_inputs = ours
 
     # ---- Seam 2: log-probabilities, for the loss and for the old and reference policies
@@ -259,11 +238,9 @@ class GRPOTrainer(TRLGRPOTrainer):
             output = super()._get_per_token_logps_and_entropies(*inputs, **multimodal)
         else:
             rows = Rows(input_ids, attention_mask, logits_to_keep)
-            if self._host_rows is not None:
-                rows = rows.with_host(self._host_rows)
-            output = *self._log_probs(model, rows, batch_size, compute_entropy), None
+            output = *self._log_probs(model, rows, batch_size, compute_entropy, self._step_state.plan), None
         # With gradients, this is the policy in the loss. Without, it is the old or the reference policy.
-        self._loss_log_probs = output[0].detach() if torch.is_grad_enabled() else None
+        self._step_state.log_probs = output[0].detach() if torch.is_grad_enabled() else None
         return output
 
     def _trl_log_probs(self, model: nn.Module, rows: Rows, compute_entropy: bool) -> PerToken:
@@ -283,35 +260,23 @@ class GRPOTrainer(TRLGRPOTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Return TRL's loss, with our KL term if it is set, and count the micro-batch for the metrics of its pass."""
-        loss = self._loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.model.training:
-            self._passes.add(inputs, self._loss_log_probs)
-        self._loss_log_probs = None
-        return loss
+        loss = super().compute_loss if self._full_kl is None else self._loss_with_full_kl
+        with step_plan.empty_unlogged(inputs, self._metrics["train"]), self._step_state.in_loss(inputs):
+            found = loss(model, inputs, return_outputs, num_items_in_batch)
+            if self.model.training:
+                self._passes.add(inputs, self._step_state.log_probs)
+        return found
 
-    def _loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Tensor | int | None
-    ) -> Tensor:
-        """Return TRL's loss, with the KL over the vocabulary in place of its sampled KL term if that is set."""
-        with microbatch.empty_unlogged(inputs, self._metrics["train"]), self._known_on_host(inputs):
-            if self._full_kl is None:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            mask = microbatch.loss_mask(inputs)
-            with self._full_kl.against(self._reference_projection(inputs), mask), self._kl_logged_only():
-                loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            kl = self._full_kl.tokens
-            assert kl is not None, "TRL's loss runs the policy's forward"
-            self._log_full_kl(kl.detach(), mask)
-            return loss + self.beta * (kl * self._token_weights(inputs, mask)).sum()
-
-    @contextmanager
-    def _known_on_host(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Let log-probabilities inside this block, which are those of this micro-batch, use its rows on the host."""
-        self._host_rows = inputs.get(microbatch.HOST)
-        try:
-            yield
-        finally:
-            self._host_rows = None
+    def _loss_with_full_kl(self, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
+        """Return TRL's loss, with the KL over the vocabulary in place of its sampled KL term."""
+        assert self._full_kl is not None
+        mask = micro_batches.loss_mask(inputs)
+        with self._full_kl.against(self._reference_projection(inputs), mask), self._kl_logged_only():
+            loss = super().compute_loss(model, inputs, *rest)
+        kl = self._full_kl.tokens
+        assert kl is not None, "TRL's loss runs the policy's forward"
+        self._log_full_kl(kl.detach(), mask)
+        return loss + self.beta * (kl * self._token_weights(inputs, mask)).sum()
 
     @contextmanager
     def _kl_logged_only(self) -> Iterator[None]:
@@ -326,13 +291,12 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _reference_projection(self, inputs: dict[str, Any]) -> Projection:
         """Return the reference's hidden states at the completion tokens, and its head, without a graph."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        rows = micro_batches.as_rows(inputs)
         with reference_in(self) as model, torch.no_grad():
             causal_lm = base_model(self._log_probs.bare(model))
             with last_hidden_states(causal_lm) as states, self.accelerator.autocast():
-                model(input_ids=ids, attention_mask=mask, logits_to_keep=1, use_cache=False)
-            return Projection.of(causal_lm, states[0], inputs["completion_ids"].shape[1])
+                model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, logits_to_keep=1, use_cache=False)
+            return Projection.of(causal_lm, states[0], rows.logits_to_keep)
 
     def _token_weights(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
         """Return the weight (B, T) of each token's loss in the loss of this micro-batch."""
@@ -360,15 +324,15 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _generate_with_advantages(self, inputs: list[Any]) -> dict[str, Any]:
         """Run TRL's generation and scoring, then replace its advantages in the batch and in the log by the rule's."""
         self._finite.check_steps()  # weights that are not finite would be taken for another generator's
-        with ExitStack() as self._resets:
-            self._resets.enter_context(random_state_kept())
+        with ExitStack() as self._step_state.resets:
+            self._step_state.resets.enter_context(random_state_kept())
             output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             self._finite.check_rewards()
         if self._advantage_rule is None:
             return output
         group = self.num_generations if self.model.training else self.num_generations_eval
-        values = advantages_by_rule(self._advantage_rule, self._gathered_rewards, self.reward_weights, group)
+        values = compute_advantages(self._advantage_rule, self._step_state.rewards, self.reward_weights, group)
         logged = self._logs["advantages"]
         assert isinstance(logged, deque)
         for _ in range(min(len(logged), len(values))):  # TRL's log keeps the last generation batch only
@@ -381,13 +345,13 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return TRL's rewards (completions of all ranks, functions), and keep them for the rule for advantages."""
         functions = self.reward_funcs
-        self.reward_funcs = [on_copies(function) for function in functions]
+        self.reward_funcs = [trl_patches.on_copies(function) for function in functions]
         try:
             with random_state_kept():
-                self._gathered_rewards = super()._calculate_rewards(*args, **kwargs)
+                self._step_state.rewards = super()._calculate_rewards(*args, **kwargs)
         finally:
             self.reward_funcs = functions
-        return self._gathered_rewards
+        return self._step_state.rewards
 
     # ---- Seam 5: generation, in a context around TRL's own
 
@@ -412,15 +376,19 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Return TRL's completions, with its metrics and mask corrected for those that end with a stop string."""
-        self._resets.close()
+        self._step_state.resets.close()
         self._tool_turns.rows = []
         self._turn_check.start(prompts)
         self._log_probs.restore_attention(self.model)
-        with self._generation.one_batch(), malformed_calls(self):
+        with self._generation.one_batch(), trl_patches.malformed_calls(self):
             output = super()._generate(prompts)
         # Before the mask of truncated completions, which takes sampled tokens out of the loss.
         self._turn_check(output, self._tool_turns.rows)
-        return output if self._stop is None else correct_counts(self, output, self._stop, self._masks_truncated)
+        return (
+            output
+            if self._stop is None
+            else trl_patches.correct_counts(self, output, self._stop, self._masks_truncated)
+        )
 
     # ---- Seam 6: the order of the prompts
 
@@ -457,7 +425,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
         """Run TRL's training, resumed only from a complete checkpoint. True stands for the newest one."""
         try:
-            with tied_weights(self.model), no_exit(), steady_clock():
+            with tied_weights(self.model), no_exit(), trl_patches.steady_clock():
                 return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
         finally:
             self._log_probs.restore_attention(self.model)
@@ -474,18 +442,17 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, and one line on the tokens computed for the generation batches since the last log."""
-        if self._efficiency is not None and self.model.training:
-            if self.accelerator.is_main_process:
-                log_progress(f"step {self.state.global_step}: {self._efficiency}")
-            self._efficiency = None
         if self.model.training:
+            if self._step_state.efficiency.rows and self.accelerator.is_main_process:
+                log_progress(f"step {self.state.global_step}: {self._step_state.efficiency}")
+            self._step_state.efficiency = step_plan.Efficiency()
             for name, value in self._passes.metrics().items():
                 self._metrics["train"][name].append(value)
         # A run resumed at its end logs without new completions: TRL would overwrite its last table by an empty one.
         log_completions = self.log_completions
         self.log_completions = log_completions and bool(self._logs["prompt"])
         self.checkpoints.correct_rates(logs)
-        with storable_logs(self):
+        with trl_patches.storable_logs(self):
             super().log(logs, start_time)
         self.log_completions = log_completions
 
@@ -493,5 +460,9 @@ class GRPOTrainer(TRLGRPOTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Run TRL's evaluation, with its completions in a file of their own."""
-        with separate_eval_completions(self, eval_dataset, metric_key_prefix), no_exit(), steady_clock():
+        with (
+            trl_patches.separate_eval_completions(self, eval_dataset, metric_key_prefix),
+            no_exit(),
+            trl_patches.steady_clock(),
+        ):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.recipe.specs import MicroBatching
-from grpo_recipes.training import micro_batches as microbatch
+from grpo_recipes.training import micro_batches
+from grpo_recipes.training.step_plan import PLAN
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
 from tests.mathematics.harness import Difference, Scenario, difference, make_trainer, trl_losses
@@ -60,11 +61,12 @@ def without_advantage(inputs: dict[str, Tensor], prompt: Tensor) -> dict[str, Te
 
 def deal(trainer: GRPOTrainer, scenario: Scenario, buffer: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
     """Return the buffer as our `_prepare_inputs` regroups it."""
-    first = microbatch.as_rows(buffer[0])
+    first = micro_batches.as_rows(buffer[0])
     layout = trainer._log_probs.layout(trainer.model, first, len(first.input_ids))
-    assert layout is microbatch.asked_layout(trainer.micro_batching)
-    window = microbatch.window_size(scenario.geometry.steps_per_generation, scenario.geometry.accumulation)
-    return microbatch.regroup(buffer, window, layout, trainer._exact)
+    assert layout is micro_batches.asked_layout(trainer.micro_batching)
+    window = micro_batches.window_size(scenario.geometry.steps_per_generation, scenario.geometry.accumulation)
+    regrouped = micro_batches.regroup(buffer, window, layout, trainer._exact)
+    return [{**batch, PLAN: trainer._log_probs.plan(trainer.model, rows, layout)} for batch, rows in regrouped]
 
 
 def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero: bool, tools: bool) -> Difference:
@@ -73,7 +75,7 @@ def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero:
     config = {**scenario.config, **keys}
     trainer = make_trainer(scenario.checkpoint, scenario.dtype, trainer=GRPOTrainer, **config)
     trainer.micro_batching = MicroBatching.parse(micro_batching)
-    trainer._log_probs.wanted = microbatch.asked_layout(trainer.micro_batching)
+    trainer._log_probs.wanted = micro_batches.asked_layout(trainer.micro_batching)
     trainer.current_gradient_accumulation_steps = scenario.geometry.accumulation
     trainer.model.train()
     size = scenario.geometry.steps_per_generation
@@ -93,8 +95,8 @@ def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero:
         start = index * scenario.geometry.accumulation
         turns = range(start, start + scenario.geometry.accumulation)
         losses = trl_losses(trainer, [dealt[turn % size] for turn in turns])
-        policy, micro_batches = scenario.rows(index)
-        ours = [[with_advantage(row, token_ids if zero else None) for row in batch] for batch in micro_batches]
+        policy, batches = scenario.rows(index)
+        ours = [[with_advantage(row, token_ids if zero else None) for row in batch] for batch in batches]
         if tools:
             ours = [[with_tool_tokens(row) for row in batch] for batch in ours]
         expected = [oracle.micro_batch_loss(batch, objective, scenario.geometry, tokens) for batch in ours]

@@ -16,7 +16,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 import grpo_recipes
 from grpo_recipes.recipe.specs import AdvantageRule
-from grpo_recipes.training.advantages import advantages, max_rl
+from grpo_recipes.training.advantages import compute_advantages, max_rl
 from tests.support import trainers
 from tests.support.errors import refused
 
@@ -46,7 +46,7 @@ def test_a_negative_total_reward_raises() -> None:
 def test_every_rule_sums_the_rewards_by_weight_and_ignores_missing_ones(rule: AdvantageRule) -> None:
     # Two groups of two completions and two functions: totals 1 and 3, then 2 and unscored.
     rewards = torch.tensor([[1.0, NAN], [1.0, 1.0], [0.0, 1.0], [NAN, NAN]])
-    found = advantages(rule, rewards, torch.tensor([1.0, 2.0]), num_generations=2)
+    found = compute_advantages(rule, rewards, torch.tensor([1.0, 2.0]), num_generations=2)
     assert found.tolist() == pytest.approx([-0.5, 0.5, 0.0, 0.0])
 
 
@@ -83,7 +83,7 @@ def test_each_rank_gets_its_rows_and_the_log_those_of_all_ranks(
     )
     trainer.model.train(training)
     rewards = torch.tensor([[2.0], [0.0], [1.0], [2.0]])
-    trainer._gathered_rewards = torch.cat([rewards, rewards.flip(0)])
+    trainer._step_state.rewards = torch.cat([rewards, rewards.flip(0)])
     every = [*expected, *reversed(expected)]
     for rank, room in ((0, 9), (1, None)):
         monkeypatch.setitem(trainer.accelerator.state._shared_state, "process_index", rank)

@@ -49,7 +49,7 @@ def tokens(pairs: Pairs, layout: Layout, *, launches: float = 1.0, **changes: An
     segmented = found._segmented.of(policy)
     segmented.buckets.record("" if changes.get("verified", True) else "a test")
     segmented.shared.record("" if changes.get("shares", True) else "a test")
-    return found.tokens(policy, rows_of(pairs).host, layout)
+    return found.plan(policy, rows_of(pairs).host, layout).tokens
 
 
 def test_the_tokens_of_a_call_are_those_of_its_layout() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,23 +17,12 @@ from transformers import MixtralConfig, PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.generation.rows import HostRows, Rows
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
-from grpo_recipes.training import micro_batches as microbatch
-from grpo_recipes.training.micro_batches import (
-    EMPTY,
-    HOST,
-    Efficiency,
-    Exactness,
-    asked_layout,
-    count,
-    exactness,
-    mark_empty,
-    regroup,
-    window_size,
-)
+from grpo_recipes.training import micro_batches
+from grpo_recipes.training.micro_batches import Exactness, asked_layout, exactness, window_size
 from grpo_recipes.training.packing import Layout
+from grpo_recipes.training.step_plan import EMPTY
 from tests.support import device
 from tests.support.errors import refused
 from tests.support.grids import only
@@ -216,6 +203,18 @@ def buffer_of(sizes: list[tuple[int, int, float]], count: int) -> list[dict[str,
     ]
 
 
+def regroup(buffer: list[dict[str, Any]], window: int, layout: Layout, exact: Exactness) -> list[dict[str, Any]]:
+    """Return the regrouped micro-batches without their rows on the host, which hold the same tokens."""
+    found = []
+    for batch, host in micro_batches.regroup(buffer, window, layout, exact):
+        rows = micro_batches.as_rows(batch)
+        assert host.ids.tolist() == rows.input_ids.tolist()
+        assert host.mask.tolist() == rows.attention_mask.bool().tolist()
+        assert host.logits_to_keep == rows.logits_to_keep
+        found.append(batch)
+    return found
+
+
 row_sizes = st.tuples(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 1.0, -2.0]))
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 
@@ -345,11 +344,11 @@ def test_which_rows_contribute() -> None:
         "completion_mask": torch.tensor([[1, 1], [1, 1], [0, 0]]),
         "advantages": torch.tensor([[0.0, 0.0], [0.0, -1.0], [1.0, 1.0]]),
     }
-    assert microbatch.contributes(batch).tolist() == [False, True, False]
+    assert micro_batches.contributes(batch).tolist() == [False, True, False]
     batch |= {"tool_mask": torch.tensor([[1, 0], [0, 1], [1, 1]]), "advantages": torch.ones(3)}
     batch["completion_mask"] = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    assert microbatch.loss_mask(batch).tolist() == [[1, 0], [0, 0], [0, 0]]
-    assert microbatch.contributes(batch).tolist() == [True, False, False]
+    assert micro_batches.loss_mask(batch).tolist() == [[1, 0], [0, 0], [0, 0]]
+    assert micro_batches.contributes(batch).tolist() == [True, False, False]
 
 
 def test_images_and_the_padded_layout_keep_the_micro_batches_as_they_are() -> None:
@@ -362,81 +361,6 @@ def test_images_and_the_padded_layout_keep_the_micro_batches_as_they_are() -> No
         layout = Layout.TRIMMED if key else Layout.PADDED
         for mine, trls in zip(regroup(buffer, 2, layout, Exactness(True, True)), buffer, strict=True):
             assert all(mine[name] is value for name, value in trls.items())
-            assert mine[HOST].ids.tolist() == torch.cat([trls["prompt_ids"], trls["completion_ids"]], dim=1).tolist()
-
-
-# ---- Logged metrics
-
-
-def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Three steps with `logging_steps: 2` give two lines, whose tokens sum to those of all steps."""
-    caplog.set_level(logging.INFO, "grpo_recipes")
-    trainer = make_trainer(GRPOTrainer, UNEVEN, small(), tmp_path, **SIZES, max_steps=3, logging_steps=2)
-    trainer.train()
-    kept = [group for index, group in enumerate(UNEVEN.completions) if len(set(UNEVEN.rewards[index])) > 1]
-    prompts = [prompt for index, prompt in enumerate(UNEVEN.prompts) if len(set(UNEVEN.rewards[index])) > 1]
-    zero = sum(reward == sum(group) / 4 for group in UNEVEN.rewards for reward in group)
-    assert zero == 4, "only complete groups have zero advantage here"
-    needed = sum(map(len, prompts)) - len(prompts) + sum(len(c) for group in kept for c in group)
-    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert entry["efficiency/tokens_needed"] == needed
-    assert needed <= entry["efficiency/tokens_computed"] <= needed + 1  # one token for the empty micro-batch
-    assert entry["efficiency/rows_skipped"] == 4
-    assert entry["efficiency/padding"] == pytest.approx(1 - needed / entry["efficiency/tokens_computed"])
-    lines = [record.getMessage() for record in caplog.records if "tokens computed" in record.getMessage()]
-    assert [line.partition(":")[0] for line in lines] == ["step 2", "step 3"]
-    for line, steps in zip(lines, (2, 1), strict=True):
-        assert f"{steps * needed:,} needed" in line
-        assert f"{4 * steps} of {16 * steps} rows" in line
-
-
-def entropies(recording: Recording, folder: Path, batch_size: int) -> list[float]:
-    """Return the entropies that are logged for one generation batch, in order of their size."""
-    steps = len(recording.prompts) * recording.group // batch_size
-    sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": steps}
-    trainer = make_trainer(GRPOTrainer, recording, small(), folder, **sizes)
-    gradients(trainer, recording.rows())
-    return sorted(trainer._metrics["train"]["entropy"])
-
-
-def test_the_entropy_is_the_mean_over_the_rows_that_run(tmp_path: Path) -> None:
-    """An empty micro-batch does not lower it. TRL takes values of one column for those of a sequence."""
-    kept, both = (Recording(UNEVEN.prompts[:n], UNEVEN.completions[:n], UNEVEN.rewards[:n]) for n in (2, 3))
-    assert entropies(kept, tmp_path, 4) == pytest.approx(entropies(both, tmp_path, 4), abs=1e-5)
-    one = Recording([[5, 6, 7]], [[[1], [1], [9, 8, 7, 1], [3, 4, 1]]], [[1.0, 0.0, 0.5, 0.5]])
-    kept = Recording(one.prompts, [[[1], [1]]], [[1.0, 0.0]])
-    assert entropies(one, tmp_path, 4) == pytest.approx(entropies(kept, tmp_path, 2), abs=1e-5)
-
-
-def host(*rows: tuple[list[int], list[int]]) -> HostRows:
-    """Return the rows of these prompts and completions."""
-    prompts, completions = zip(*rows, strict=True)
-    return Rows.of_tokens(prompts, completions, torch.device("cpu")).host
-
-
-def test_the_counts_of_all_ranks_mark_what_is_empty_everywhere() -> None:
-    none = host(([9], [1]), ([9], [1])).without_labels(np.ones(2, dtype=bool))
-    rows = [host(([5, 6, 7], [1, 2]), ([8, 8], [])), none, host(([5, 6, 7], [1]), ([5], [2]))]
-    ours: list[dict[str, Any]] = [{HOST: part, "completion_ids": torch.zeros(2, 3)} for part in rows]
-    padded = [{"prompt_ids": torch.zeros(2, 4), "completion_ids": torch.zeros(2, 3)}] * 3
-    found = count(padded, ours, [7, 1, 9], 2, Layout.TRIMMED)
-    # Computed, needed, TRL's, rows, skipped, and the rows with labels of each micro-batch.
-    assert found.tolist() == [17, 5 + 0 + 4 + 2, 3 * 2 * 7, 6, 3, 1, 0, 2]
-    assert count(padded, ours, [7, 1, 9], 2, Layout.PADDED)[4] == 0
-    # Prompts count once in each window: two of three micro-batches, and the third.
-    assert count(padded, ours, [7, 1, 9], 2, Layout.PACKED)[1] == (2 + 2) + (2 + 0 + 2)
-    assert count(padded, ours, [7, 1, 9], 3, Layout.PACKED)[1] == 2 + 0 + 4
-    assert mark_empty(ours, found) == Efficiency(17, 11, 42, 6, 3)
-    assert [EMPTY in batch for batch in ours] == [False, True, False]
-
-
-def test_the_efficiency_of_two_generation_batches() -> None:
-    both = Efficiency(1500, 900, 4000, 10, 2) + Efficiency(500, 600, 1000, 6, 0)
-    assert both == Efficiency(2000, 1500, 5000, 16, 2)
-    values = {"tokens_computed": 2000.0, "tokens_needed": 1500.0, "padding": 0.25, "rows_skipped": 2.0}
-    assert both.metrics() == {f"efficiency/{name}": value for name, value in values.items()}
-    assert all(figure in str(both) for figure in ("2,000", "5,000", "1,500", "25.0%", "2 of 16"))
-    assert (Efficiency(5, 6, 9, 1, 0).padding, Efficiency(0, 0, 0, 0, 0).padding) == (0.0, 0.0)
 
 
 # ---- Settings
@@ -483,7 +407,14 @@ def test_contract_with_trl() -> None:
     ):
         assert line in prepare, "TRL changed how it buffers a generation batch: adapt training/trainer.py"
     made = inspect.getsource(TRLGRPOTrainer._generate_and_score_completions)
-    for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", *microbatch._LOG_PROBS):
+    for key in (
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        *micro_batches._LOG_PROBS,
+    ):
         assert f'"{key}"' in made, f"TRL no longer puts {key} into a micro-batch: adapt training/micro_batches.py"
     init = inspect.getsource(TRLGRPOTrainer.__init__)
     for name in ("_entropy_bonus_enabled", "top_entropy_quantile", "aux_loss_enabled", "loss_type", "beta"):

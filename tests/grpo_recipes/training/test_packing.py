@@ -151,8 +151,8 @@ def test_rows_without_a_token_to_score(layout: str, tmp_path: Path) -> None:
     scored(trainer, some)
     count.remove()
     check_exact(trainer, some, one_by_one(trainer.model, some))
-    assert trainer._log_probs.tokens(trainer.model, some.host, layout_of(trainer)) == ran[0]
-    assert trainer._log_probs.tokens(trainer.model, some.host, Layout.PADDED) == some.input_ids.numel()
+    assert trainer._log_probs.plan(trainer.model, some.host, layout_of(trainer)).tokens == ran[0]
+    assert trainer._log_probs.plan(trainer.model, some.host, Layout.PADDED).tokens == some.input_ids.numel()
     trainer.model.train()
     log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model, none.input_ids, none.attention_mask, none.logits_to_keep, compute_entropy=True

@@ -272,7 +272,7 @@ def test_rows_that_leave_the_window_of_a_packed_model_share_their_prompts(tmp_pa
     assert rows.host.mask.sum(1).max() > 24
     check_exact(trainer, rows, one_by_one(policy, rows))
     computed, trimmed = (
-        trainer._log_probs.tokens(policy, rows.host, wanted) for wanted in (Layout.PACKED, Layout.TRIMMED)
+        trainer._log_probs.plan(policy, rows.host, wanted).tokens for wanted in (Layout.PACKED, Layout.TRIMMED)
     )
     assert rows.host.packed_tokens() < computed < trimmed, "shared"
 

@@ -72,7 +72,7 @@ class AdamWBF16(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parts: list[_Part] = []
+            parts: list[_ParameterRows] = []
             for param in group["params"]:
                 if param.grad is not None:
                     parts += self._parts(param)
@@ -80,7 +80,7 @@ class AdamWBF16(torch.optim.Optimizer):
                 _update(bucket, group)
         return loss
 
-    def _parts(self, param: Tensor) -> list[_Part]:
+    def _parts(self, param: Tensor) -> list[_ParameterRows]:
         """Return the parts of a parameter, of at most `CHUNK` elements if its rows allow it, for their next step."""
         state = self.state[param]
         if not state:
@@ -100,7 +100,7 @@ class AdamWBF16(torch.optim.Optimizer):
         # 16 rows ends with a full vector.
         rows -= rows % 16 if rows > 16 else 0
         parts = zip(*(tensor.split(rows) for tensor in local), strict=True)
-        return [_Part(float(state["step"]), *part) for part in parts]
+        return [_ParameterRows(float(state["step"]), *part) for part in parts]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with the dtypes that it was saved with."""
@@ -124,7 +124,7 @@ def adamw_bf16(args: TrainingArguments) -> tuple[type[AdamWBF16], dict[str, Any]
     }
 
 
-class _Part(NamedTuple):
+class _ParameterRows(NamedTuple):
     """Rows of a parameter, or all of it, with the same rows of its state. All tensors are views of one shape."""
 
     step: float
@@ -140,9 +140,9 @@ class _Part(NamedTuple):
         return self.step, self.weight.dtype, self.weight.device
 
 
-def _buckets(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+def _buckets(parts: Iterable[_ParameterRows]) -> Iterator[list[_ParameterRows]]:
     """Return an iterator over lists of parts that take a step together, of at most `CHUNK` elements if possible."""
-    bucket: list[_Part] = []
+    bucket: list[_ParameterRows] = []
     size = 0
     for part in parts:
         if bucket and (part.kind != bucket[0].kind or size + part.weight.numel() > CHUNK):
@@ -154,7 +154,7 @@ def _buckets(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         yield bucket
 
 
-def _update(bucket: list[_Part], group: dict[str, Any]) -> None:
+def _update(bucket: list[_ParameterRows], group: dict[str, Any]) -> None:
     """Make one step of torch's fused AdamW on the float32 numbers of a bucket, in place."""
     weights, grads = [part.weight for part in bucket], [part.grad for part in bucket]
     low_bits = [part.low_bits for part in bucket if part.low_bits is not None]
@@ -219,7 +219,7 @@ def _copied(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Ten
 
 
 @dataclass(frozen=True)
-class Sampled:
+class WeightSample:
     """A trained parameter and the places where its values are sampled."""
 
     parameter: Tensor
@@ -245,7 +245,7 @@ class UpdateSample(TrainerCallback):
 
     def __init__(self, metrics: MutableMapping[str, list[float]]) -> None:
         self.metrics = metrics
-        self.sample: list[Sampled] = []
+        self.sample: list[WeightSample] = []
         self.before = torch.empty(0)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -274,7 +274,10 @@ class UpdateSample(TrainerCallback):
         moves = update > 0
         # |update| / spacing, with spacing = 2^(exponent - significant bits).
         exponent = torch.frexp(self.before).exponent
-        bits = torch.cat([torch.full_like(part.places, _significant_bits(part.dtype)) for part in self.sample])
+        # The spacing at 1 is 2^(1 - significant bits).
+        bits = torch.cat(
+            [torch.full_like(part.places, 2 - math.frexp(torch.finfo(part.dtype).eps)[1]) for part in self.sample]
+        )
         expected = torch.ldexp(update, bits - exponent).clamp(max=1)
         # frexp gives 0 the exponent 0, the spacing of a weight of 1. In truth any update moves a weight of 0.
         expected = torch.where(self.before == 0, 1.0, expected)
@@ -285,7 +288,7 @@ class UpdateSample(TrainerCallback):
             self.metrics[EXPECTED].append(counts[2] / counts[0])
 
 
-def draw_sample(parameters: Iterable[Tensor]) -> list[Sampled]:
+def draw_sample(parameters: Iterable[Tensor]) -> list[WeightSample]:
     """Return a sample of `SAMPLE` weights of this rank's part of the parameters, the same one in every run.
 
     `TENSORS` parameters are drawn with probabilities proportional to their sizes, and equally many places in each, so
@@ -303,16 +306,16 @@ def draw_sample(parameters: Iterable[Tensor]) -> list[Sampled]:
     for index, times in zip(*(tensor.tolist() for tensor in drawn.unique(return_counts=True)), strict=True):
         local = _local(trained[index])
         places = torch.randint(local.numel(), (times * SAMPLE // TENSORS,), generator=generator).to(local.device)
-        sample.append(Sampled(trained[index], places, trained[index].dtype))
+        sample.append(WeightSample(trained[index], places, trained[index].dtype))
     return sample
 
 
-def stored_values(sample: list[Sampled]) -> Tensor:
+def stored_values(sample: list[WeightSample]) -> Tensor:
     """Return the present values of the sampled weights, (`SAMPLE`,), float32."""
     return torch.cat([part.take(part.parameter.detach()) for part in sample]) if sample else torch.empty(0)
 
 
-def _adamw_update(sample: list[Sampled], before: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | None:
+def _adamw_update(sample: list[WeightSample], before: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | None:
     """Return |update| of AdamW's last step for the sampled weights, or None for an optimizer without AdamW's moments.
 
     Call it after the step: moments, step count and learning rate are then those that the step used.
@@ -339,11 +342,6 @@ def _adamw_update(sample: list[Sampled], before: Tensor, optimizer: torch.optim.
         # moves it.
         updates.append(group["lr"] * (mean / (square.sqrt() + group["eps"]) + decayed).abs() * (mean != 0))
     return torch.cat(updates)
-
-
-def _significant_bits(dtype: torch.dtype) -> int:
-    """Return the number of significant bits: 24 for float32, 8 for bfloat16."""
-    return 2 - math.frexp(torch.finfo(dtype).eps)[1]
 
 
 def _local(tensor: Tensor) -> Tensor:

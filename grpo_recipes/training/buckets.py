@@ -15,7 +15,6 @@ Shapes: B rows, P prompt columns, T completion columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,7 +205,9 @@ def lay_out(arrangement: Arrangement, device: torch.device) -> Laid:
         row = column = position = np.zeros(1, dtype=np.int64)
         labels = np.full(1, IGNORED)
     arrays += [position, labels, row, column]
-    tensors = iter(_copied(arrays, device))
+    joined = on_device(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int64), device)
+    parts = joined.split([array.size for array in arrays])
+    tensors = iter([part.view(array.shape) for part, array in zip(parts, arrays, strict=True)])
 
     buckets = []
     for _ in arrangement.buckets:
@@ -215,10 +216,3 @@ def lay_out(arrangement: Arrangement, device: torch.device) -> Laid:
     before_all = Segment(next(tensors), next(tensors)) if prefixes is not None else None
     places, predicted, of_rows, of_columns = tensors
     return Laid(Segments(buckets, places, before_all), predicted[None], of_rows, of_columns)
-
-
-def _copied(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return copies of arrays of whole numbers on a device."""
-    joined = on_device(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int64), device)
-    parts = joined.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

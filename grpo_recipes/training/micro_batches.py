@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from grpo_recipes.generation.rows import HostRows, Rows, on_device
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training.packing import Layout, order
+
+if TYPE_CHECKING:
+    from grpo_recipes.training.trainer import GRPOTrainer
 
 # Values that are set to 0 in a masked row. TRL's new log-probabilities are 0 there, so the ratio is exp(0 - 0) = 1. Any
 # other value could give an infinite ratio, and 0 * inf is NaN. The reference's log-probabilities are not listed,
@@ -48,33 +51,23 @@ class Exactness:
     """True if advantages must be multiplied by (new divisor) / (old divisor)."""
 
 
-def exactness(
-    loss_type: str,
-    beta: float,
-    *,
-    entropy_bonus: bool = False,
-    entropy_quantile: float = 1.0,
-    router_loss: bool = False,
-) -> Exactness:
-    """Return the changes of micro-batches that are exact for a loss. Trimming and packing are exact for every loss.
+def exactness(trainer: GRPOTrainer) -> Exactness:
+    """Return the changes of micro-batches that are exact for a trainer's loss, with skipped rows as its user allows.
 
-    Args:
-        loss_type: TRL's `loss_type`.
-        beta: weight of the KL term.
-        entropy_bonus: True if the loss has an entropy bonus.
-        entropy_quantile: TRL's `top_entropy_quantile`.
-        router_loss: True if the loss has the auxiliary loss of a mixture of experts.
+    Trimming and packing are exact for every loss.
     """
-    loss = LOSS_TYPES.get(loss_type)
+    loss = LOSS_TYPES.get(trainer.loss_type)
     # These three are statistics of one micro-batch, so the gradient depends on which rows share it.
-    if loss is None or entropy_bonus or entropy_quantile < 1.0 or router_loss:
+    statistics = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1.0 or trainer.aux_loss_enabled
+    if loss is None or statistics:
         return Exactness(False, False)
-    without_kl = beta == 0.0  # a zero-advantage row still has a KL term
+    without_kl = trainer.beta == 0.0  # a zero-advantage row still has a KL term
+    skip = without_kl and trainer.micro_batching.skip_zero_advantage
     if loss.counts_other_rows:
         # The divisor is the number of tokens of the micro-batch (`bnpo`). Advantages can carry its change, because the
         # policy loss is linear in them. A KL term has no factor of its own per row.
-        return Exactness(without_kl, without_kl, rescale=without_kl)
-    return Exactness(True, skip=without_kl)
+        return Exactness(without_kl, skip, rescale=without_kl)
+    return Exactness(True, skip)
 
 
 def asked_layout(micro_batching: MicroBatching) -> Layout:

@@ -89,20 +89,18 @@ class RecordedRollout:
         """Return the token IDs of `prompts` and of one response to each, as TRL's `rollout_func` does."""
         chosen: list[_Response] = []
         for prompt, copies in groupby(prompts):
-            chosen += self._draw(prompt, len(list(copies)))
+            responses, count = self._responses[prompt], len(list(copies))
+            if count == len(responses):
+                chosen += responses
+            else:
+                # torch's global generator, because checkpoints store its state: a resumed run draws the same responses.
+                chosen += [responses[place] for place in torch.randperm(len(responses))[:count].tolist()]
         return {
             "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
             "completion_ids": [response.ids for response in chosen],
             "logprobs": [response.log_probs for response in chosen] if self.has_log_probs else None,
             RECORDED_REWARD: [response.reward for response in chosen],
         }
-
-    def _draw(self, prompt: str, count: int) -> list[_Response]:
-        responses = self._responses[prompt]
-        if count == len(responses):
-            return responses
-        # torch's global generator, because checkpoints store its state: a resumed run draws the same responses.
-        return [responses[place] for place in torch.randperm(len(responses))[:count].tolist()]
 
     def _check_lengths(self, limit: int) -> None:
         responses = [response for group in self._responses.values() for response in group]

@@ -11,7 +11,7 @@ TRL logs the clip share too, but as a mean over all passes. It has no effective 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,11 +62,11 @@ class Passes:
         if log_probs is None or inputs.get("old_per_token_logps") is None:
             return
         number = self.trainer.state.global_step - self._generated_at + 1
-        _add(self._of_step, number, self._of(inputs, log_probs))
+        self._of_step[number] = self._of_step.get(number, 0.0) + self._of(inputs, log_probs)
         # Not in `log`, which a script's callback may call on one rank alone.
         if self.trainer.accelerator.sync_gradients:
             for number, sums in self._of_step.items():
-                _add(self._of_ranks, number, self.trainer.accelerator.reduce(sums))
+                self._of_ranks[number] = self._of_ranks.get(number, 0.0) + self.trainer.accelerator.reduce(sums)
             self._of_step = {}
 
     def _of(self, inputs: Mapping[str, Any], log_probs: Tensor) -> Tensor:
@@ -75,7 +75,11 @@ class Passes:
         advantages = inputs["advantages"].reshape(len(mask), -1)  # (B, 1) or (B, T)
         counted = mask & (advantages != 0)
         ratio = self._ratios(log_probs - inputs["old_per_token_logps"], mask)
-        parts = [*_moments(ratio, counted), (self._is_clipped(ratio, advantages) & counted).sum().float()]
+        # Tokens without a gradient because of their ratio, by TRL's rule for the loss.
+        loss = LOSS_TYPES[self.trainer.loss_type]
+        low, high = loss.clipped_outside(self.trainer.epsilon_low, self.trainer.epsilon_high)
+        clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+        parts = [*_moments(ratio, counted), (clipped & counted).sum().float()]
         sampled = inputs.get("sampling_per_token_logps")
         if sampled is None:
             return torch.stack([*parts, *[torch.zeros_like(parts[0])] * 3])
@@ -92,12 +96,6 @@ class Passes:
             log_ratios = mean.expand_as(log_ratios)
         return log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
-    def _is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Return a mask (B, T) of the tokens without a gradient because of their ratio, by TRL's rule for the loss."""
-        loss = LOSS_TYPES[self.trainer.loss_type]
-        low, high = loss.clipped_outside(self.trainer.epsilon_low, self.trainer.epsilon_high)
-        return ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics over all ranks since the last call by name, and begin anew."""
         if not self._of_ranks:
@@ -105,24 +103,14 @@ class Passes:
         numbers, table = list(self._of_ranks), torch.stack(list(self._of_ranks.values())).tolist()
         self._of_ranks = {}
         found: dict[str, float] = {}
-        for number, sums in zip(numbers, table, strict=True):
-            found |= {f"passes/{number}/{name}": value for name, value in self._of_pass(*sums)}
+        for number, (count, total, square, clipped, *with_mismatch) in zip(numbers, table, strict=True):
+            if count:  # else every advantage was zero
+                found[f"passes/{number}/{STALENESS}"] = _effective(count, total, square)
+                if LOSS_TYPES[self.trainer.loss_type].clips:
+                    found[f"passes/{number}/{CLIPPED}"] = clipped / count
+            if with_mismatch[0]:
+                found[f"passes/{number}/{WITH_MISMATCH}"] = _effective(*with_mismatch)
         return found
-
-    def _of_pass(
-        self, count: float, total: float, square: float, clipped: float, *with_mismatch: float
-    ) -> Iterator[tuple[str, float]]:
-        if count:  # else every advantage was zero
-            yield STALENESS, _effective(count, total, square)
-            if LOSS_TYPES[self.trainer.loss_type].clips:
-                yield CLIPPED, clipped / count
-        if with_mismatch[0]:
-            yield WITH_MISMATCH, _effective(*with_mismatch)
-
-
-def _add(sums: dict[int, Tensor], number: int, more: Tensor) -> None:
-    """Add the sums of a micro-batch to those of its pass."""
-    sums[number] = sums[number] + more if number in sums else more
 
 
 def _moments(ratio: Tensor, counted: Tensor) -> list[Tensor]:

@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -104,8 +103,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self.micro_batching = specs.MicroBatching.parse(micro_batching)
         specs.typed("kl_estimator", kl_estimator, specs.KLEstimator)
         generation = specs.typed("generation", generation, specs.GenerationMode)
-        specs.typed("advantages", advantages, specs.AdvantageRule | None)
-        self._advantage_rule = advantages
+        self._advantage_rule = specs.typed("advantages", advantages, specs.AdvantageRule | None)
         limits = specs.ToolLimits() if tool_limits is None else specs.ToolLimits.parse(tool_limits)
         if args is not None:
             check_generation(args)
@@ -115,8 +113,7 @@ class GRPOTrainer(TRLGRPOTrainer):
                 if kwargs.get(key):
                     check_turn_ends(args, key)
         check_unique(tool.__name__ for tool in kwargs.get("tools") or ())
-        # TRL's own reference would be a second model in memory, also where an adapter that is switched off serves as
-        # one.
+        # TRL's own reference would be a second model in memory, even where a switched-off adapter serves as one.
         policy = with_its_base(model, args)
         with (
             without_trl_reference(args),
@@ -132,11 +129,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         if not self.is_deepspeed_enabled:  # DeepSpeed's optimizer updates float32 weights of its own
             self.add_callback(UpdateSample(self._metrics["train"]))
         self.reference_sentence = set_reference(self, reference)
-        self._full_kl = None
-        if kl_estimator == "full":
-            check_full_kl(self.beta, self.loss_type, images=self._is_vlm, fsdp=self.is_fsdp_enabled)
-            self._full_kl = FullKL(base_model(self.model), self.temperature)
-        self._set_up_micro_batches()
+        self._set_up_loss(kl_estimator)
         self._finite = FiniteSteps(self)
         self.add_callback(self._finite)
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
@@ -151,19 +144,15 @@ class GRPOTrainer(TRLGRPOTrainer):
         self.add_callback(self.checkpoints)
         self.add_callback(DropLaterCompletions(self))
 
-    def _set_up_micro_batches(self) -> None:
-        """Decide which changes of micro-batches are exact for this loss, and which layouts may be tried."""
+    def _set_up_loss(self, kl_estimator: specs.KLEstimator) -> None:
+        """Set the KL term, and decide which changes of micro-batches are exact, and which layouts may be tried."""
+        self._full_kl, reason = None, ""
+        if kl_estimator == "full":
+            check_full_kl(self.beta, self.loss_type, images=self._is_vlm, fsdp=self.is_fsdp_enabled)
+            self._full_kl, reason = FullKL(base_model(self.model), self.temperature), READS_PADDED_ROWS
         self._step_state = step_plan.StepState()
         self._passes = Passes(self)
-        exact = micro_batches.exactness(
-            self.loss_type,
-            self.beta,
-            entropy_bonus=self._entropy_bonus_enabled,
-            entropy_quantile=self.top_entropy_quantile,
-            router_loss=self.aux_loss_enabled,
-        )
-        self._exact = replace(exact, skip=exact.skip and self.micro_batching.skip_zero_advantage)
-        reason = READS_PADDED_ROWS if self._full_kl is not None else ""
+        self._exact = micro_batches.exactness(self)
         layout = micro_batches.asked_layout(self.micro_batching)
         self._log_probs = LogProbs(
             self.accelerator, self.args, self._trl_log_probs, layout, self.aux_loss_enabled, reason

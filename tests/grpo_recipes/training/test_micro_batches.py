@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,18 +371,27 @@ def test_the_table_of_losses_holds_every_loss_type_of_trl() -> None:
     source = inspect.getsource(TRLGRPOTrainer._compute_loss)
     for loss_type in LOSS_TYPES:
         assert f'"{loss_type}"' in source, f"TRL no longer has the loss type {loss_type}: adapt recipe/losses.py"
-    unknown = exactness("another", 0.0)
+    unknown = exact_changes("another", 0.0)
     assert (unknown.regroup, unknown.skip) == (False, False)
 
 
+def exact_changes(loss_type: str, beta: float, skip: bool = True, **options: Any) -> Exactness:
+    """Return the changes that are exact for a trainer with these settings."""
+    settings = {"_entropy_bonus_enabled": False, "top_entropy_quantile": 1.0, "aux_loss_enabled": False, **options}
+    micro_batching = MicroBatching("packed", skip)
+    trainer: Any = SimpleNamespace(loss_type=loss_type, beta=beta, micro_batching=micro_batching, **settings)
+    return exactness(trainer)
+
+
 def test_rows_stay_in_their_micro_batch_if_the_loss_has_a_statistic_of_it() -> None:
-    assert exactness("grpo", 0.0) == Exactness(True, True)
-    assert exactness("grpo", 0.1) == Exactness(True, False), "a skipped row still has a KL term"
-    assert exactness("bnpo", 0.0) == Exactness(True, True, rescale=True)
-    assert exactness("bnpo", 0.1) == Exactness(False, False)
-    options: list[dict[str, Any]] = [{"entropy_bonus": True}, {"entropy_quantile": 0.5}, {"router_loss": True}]
-    for option in options:
-        assert exactness("grpo", 0.0, **option) == Exactness(False, False)
+    assert exact_changes("grpo", 0.0) == Exactness(True, True)
+    assert exact_changes("grpo", 0.0, skip=False) == Exactness(True, False)
+    assert exact_changes("grpo", 0.1) == Exactness(True, False), "a skipped row still has a KL term"
+    assert exact_changes("bnpo", 0.0) == Exactness(True, True, rescale=True)
+    assert exact_changes("bnpo", 0.1) == Exactness(False, False)
+    options = {"_entropy_bonus_enabled": True, "top_entropy_quantile": 0.5, "aux_loss_enabled": True}
+    for name, value in options.items():
+        assert exact_changes("grpo", 0.0, **{name: value}) == Exactness(False, False)
 
 
 def test_the_values_of_micro_batching() -> None:
@@ -418,5 +428,5 @@ def test_contract_with_trl() -> None:
         assert f'"{key}"' in made, f"TRL no longer puts {key} into a micro-batch: adapt training/micro_batches.py"
     init = inspect.getsource(TRLGRPOTrainer.__init__)
     for name in ("_entropy_bonus_enabled", "top_entropy_quantile", "aux_loss_enabled", "loss_type", "beta"):
-        assert f"self.{name} =" in init, f"TRL no longer has `{name}`: adapt GRPOTrainer.__init__"
+        assert f"self.{name} =" in init, f"TRL no longer has `{name}`: adapt training/micro_batches.py"
     assert EMPTY not in made

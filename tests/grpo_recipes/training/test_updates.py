@@ -20,8 +20,8 @@ from grpo_recipes.training.adamw_bf16 import (
     EXPECTED,
     SAMPLE,
     AdamWBF16,
-    Sampled,
     UpdateSample,
+    WeightSample,
     adamw_bf16,
     draw_sample,
     merge,
@@ -98,14 +98,14 @@ def test_the_sample_is_the_same_in_every_run_and_proportional_to_size() -> None:
 # ---- numbers by hand
 
 
-def sampled(values: list[float], dtype: torch.dtype = torch.float32) -> Sampled:
+def sampled(values: list[float], dtype: torch.dtype = torch.float32) -> WeightSample:
     """Return a parameter of these values with a gradient, all of which are sampled."""
     parameter = torch.nn.Parameter(torch.tensor(values, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    return Sampled(parameter, torch.arange(len(values)), dtype)
+    return WeightSample(parameter, torch.arange(len(values)), dtype)
 
 
-def optimizer_of(*parts: tuple[Sampled, dict[str, Any], dict[str, Any]]) -> Any:
+def optimizer_of(*parts: tuple[WeightSample, dict[str, Any], dict[str, Any]]) -> Any:
     """Return an optimizer with a group of settings and a state for each parameter."""
     groups = [{"params": [part.parameter], **settings} for part, settings, _ in parts]
     states = {part.parameter: state for part, _, state in parts if state}
@@ -125,7 +125,7 @@ def test_a_parameter_without_a_gradient_in_a_step_has_no_update_to_lose() -> Non
 
 
 def shares(
-    parts: list[Sampled], made: Any, after: list[list[float]], metrics: dict[str, list[float]] | None = None
+    parts: list[WeightSample], made: Any, after: list[list[float]], metrics: dict[str, list[float]] | None = None
 ) -> dict[str, list[float]]:
     """Return the metrics of a step of an optimizer after which the sampled weights have these values."""
     metrics = defaultdict(list) if metrics is None else metrics

@@ -117,11 +117,8 @@ class AdamWBF16(torch.optim.Optimizer):
 
 def adamw_bf16(args: TrainingArguments) -> tuple[type[AdamWBF16], dict[str, Any]]:
     """Return the value of transformers' `optimizer_cls_and_kwargs`. Parameter groups bring their own weight decay."""
-    return AdamWBF16, {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-    }
+    betas = args.adam_beta1, args.adam_beta2
+    return AdamWBF16, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
 
 class _ParameterRows(NamedTuple):
@@ -250,9 +247,8 @@ class UpdateSample(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Draw the sample. A second training of the same trainer may have another optimizer."""
-        self.sample = draw_sample(
-            parameter for group in kwargs["optimizer"].param_groups for parameter in group["params"]
-        )
+        groups = kwargs["optimizer"].param_groups
+        self.sample = draw_sample(chain.from_iterable(group["params"] for group in groups))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Store the values before the step."""
@@ -272,13 +268,9 @@ class UpdateSample(TrainerCallback):
             self.metrics[CHANGED].append(float(changed.float().mean()))
             return
         moves = update > 0
-        # |update| / spacing, with spacing = 2^(exponent - significant bits).
-        exponent = torch.frexp(self.before).exponent
-        # The spacing at 1 is 2^(1 - significant bits).
-        bits = torch.cat(
-            [torch.full_like(part.places, 2 - math.frexp(torch.finfo(part.dtype).eps)[1]) for part in self.sample]
-        )
-        expected = torch.ldexp(update, bits - exponent).clamp(max=1)
+        # |update| / spacing, with spacing = 2^(exponent - significant bits), and eps = 2^(1 - significant bits).
+        bits = [torch.full_like(part.places, 1 - int(math.log2(torch.finfo(part.dtype).eps))) for part in self.sample]
+        expected = torch.ldexp(update, torch.cat(bits) - torch.frexp(self.before).exponent).clamp(max=1)
         # frexp gives 0 the exponent 0, the spacing of a weight of 1. In truth any update moves a weight of 0.
         expected = torch.where(self.before == 0, 1.0, expected)
         expected = torch.where(moves, expected, 0.0)

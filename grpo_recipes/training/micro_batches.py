@@ -190,10 +190,8 @@ def _take(batch: MicroBatch, rows: np.ndarray, places: Tensor) -> MicroBatch:
     """Return the given rows of a batch, in the given order. `places` holds the same numbers on the device."""
     taken = dict(batch)
     for key, value in batch.items():
-        if isinstance(value, list):
-            taken[key] = [value[row] for row in rows]
-        elif _is_per_row(value):
-            taken[key] = value[places]
+        if _is_per_row(value):
+            taken[key] = value[places] if isinstance(value, Tensor) else [value[row] for row in rows]
     return taken
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -128,8 +128,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # DeepSpeed's optimizer updates float32 weights of its own
             self.add_callback(UpdateSample(self._metrics["train"]))
-        self.reference_sentence = set_reference(self, reference)
-        self._set_up_loss(kl_estimator)
+        self._set_up_loss(reference, kl_estimator)
         self._finite = FiniteSteps(self)
         self.add_callback(self._finite)
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
@@ -144,8 +143,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         self.add_callback(self.checkpoints)
         self.add_callback(DropLaterCompletions(self))
 
-    def _set_up_loss(self, kl_estimator: specs.KLEstimator) -> None:
-        """Set the KL term, and decide which changes of micro-batches are exact, and which layouts may be tried."""
+    def _set_up_loss(
+        self, reference: str | Mapping[str, Any] | specs.ReferenceSpec | None, kl_estimator: specs.KLEstimator
+    ) -> None:
+        """Set the KL term. Decide which changes of micro-batches are exact, and which layouts may be tried."""
+        self.reference_sentence = set_reference(self, reference)
         self._full_kl, reason = None, ""
         if kl_estimator == "full":
             check_full_kl(self.beta, self.loss_type, images=self._is_vlm, fsdp=self.is_fsdp_enabled)
@@ -183,11 +185,10 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Return TRL's next micro-batch, or ours of a generation batch that was regrouped."""
         buffer = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        regroups = micro_batches.asked_layout(self.micro_batching) is not Layout.PADDED
         # Only a new buffer is regrouped: evaluation, and a generation batch that serves again, keep the old one.
         if self._buffered_inputs is not buffer:
             self._passes.start()
-            if regroups:
+            if self._log_probs.wanted is not Layout.PADDED:
                 self._regroup(self._buffered_inputs)
             self._turn_check.check_micro_batches(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -241,42 +242,32 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     # ---- Seam 3: a term beside TRL's loss
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Return TRL's loss, with our KL term if it is set, and count the micro-batch for the metrics of its pass."""
-        loss = super().compute_loss if self._full_kl is None else self._loss_with_full_kl
+        compute = super().compute_loss if self._full_kl is None else self._loss_with_full_kl
         with step_plan.empty_unlogged(inputs, self._metrics["train"]), self._step_state.in_loss(inputs):
-            found = loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = compute(model, inputs, *args, **kwargs)
             if self.model.training:
                 self._passes.add(inputs, self._step_state.log_probs)
-        return found
+        return loss
 
-    def _loss_with_full_kl(self, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
+    def _loss_with_full_kl(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Return TRL's loss, with the KL over the vocabulary in place of its sampled KL term."""
         assert self._full_kl is not None
-        mask = micro_batches.loss_mask(inputs)
-        with self._full_kl.against(self._reference_projection(inputs), mask), self._kl_logged_only():
-            loss = super().compute_loss(model, inputs, *rest)
+        mask, reference = micro_batches.loss_mask(inputs), self._reference_projection(inputs)
+        # TRL computes and logs its sampled KL where `beta != 0`, and adds it to the loss. The product of the smallest
+        # float64 above 0 and a float32 tensor is 0. To subtract beta * KL afterwards would leave rounding errors in the
+        # gradient.
+        beta, self.beta = self.beta, math.ulp(0.0)
+        try:
+            with self._full_kl.against(reference, mask):
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.beta = beta
         kl = self._full_kl.tokens
         assert kl is not None, "TRL's loss runs the policy's forward"
         self._log_full_kl(kl.detach(), mask)
         return loss + self.beta * (kl * self._token_weights(inputs, mask)).sum()
-
-    @contextmanager
-    def _kl_logged_only(self) -> Iterator[None]:
-        """Let TRL compute and log its sampled KL inside this block without adding it to the loss."""
-        # TRL does both or neither, by `beta != 0`. The product of the smallest float64 above 0 and a float32 tensor is
-        # 0. To subtract beta * KL from TRL's loss afterwards would leave rounding errors in the gradient.
-        beta, self.beta = self.beta, math.ulp(0.0)
-        try:
-            yield
-        finally:
-            self.beta = beta
 
     def _reference_projection(self, inputs: dict[str, Any]) -> Projection:
         """Return the reference's hidden states at the completion tokens, and its head, without a graph."""
@@ -345,16 +336,10 @@ class GRPOTrainer(TRLGRPOTrainer):
     # ---- Seam 5: generation, in a context around TRL's own
 
     def _generate_single_turn(
-        self,
-        prompt_ids: list[list[int]],
-        images: Any,
-        multimodal_fields: Any,
-        num_generations: int,
-        has_tool_images: bool = False,
+        self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return TRL's completions and log-probabilities of one turn, compared with the policy."""
-        inputs = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
-        turn = partial(super()._generate_single_turn, *inputs)
+        turn = partial(super()._generate_single_turn, prompt_ids, *args, **kwargs)
         completion_ids, log_probs, difference = self._generation(turn, prompt_ids)
         self._turn_check.record(prompt_ids, completion_ids, log_probs)
         if difference is not None:

@@ -37,19 +37,17 @@ def max_rl(rewards: Tensor) -> Tensor:
     return ((rewards - mean) / torch.where(mean == 0, 1.0, mean)).nan_to_num(nan=0.0)
 
 
-def compute_advantages(
-    rule: AdvantageRule, rewards_per_function: Tensor, weights: Tensor, num_generations: int
-) -> Tensor:
+def compute_advantages(rule: AdvantageRule, rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
     """Return the advantages of all completions by a rule, (B * G,), in the order of the rewards.
 
     Args:
         rule: name of the rule.
-        rewards_per_function: gathered rewards, (B * G, functions), NaN where a function returned None.
+        rewards: gathered rewards, (B * G, functions), NaN where a function returned None.
         weights: weight of each function, (functions,).
         num_generations: completions per prompt, G.
     """
     # As TRL's own sum: a function that returned None adds nothing, and a row without any score stays NaN.
-    total = (rewards_per_function * weights.to(rewards_per_function.device)).nansum(dim=1)
-    total[rewards_per_function.isnan().all(dim=1)] = torch.nan
+    total = (rewards * weights.to(rewards.device)).nansum(dim=1)
+    total[rewards.isnan().all(dim=1)] = torch.nan
     rules = {"max_rl": max_rl}
     return rules[rule](total.view(-1, num_generations)).flatten()

@@ -124,20 +124,7 @@ class FullKL:
             if getattr(config, key, None) not in (None, neutral):
                 raise ValueError(f"`kl_estimator: full` does not support models with `{key}`: use `sampled`")
         self.tokens: Tensor | None = None
-        self._temperature = temperature
         self._task: tuple[Projection, Tensor] | None = None
-        self._wrap(policy)
-
-    @contextmanager
-    def against(self, reference: Projection, mask: Tensor) -> Iterator[None]:
-        """Let the one forward of the policy inside the block compute the KL at the tokens of `mask`, (B, T)."""
-        self.tokens, self._task = None, (reference, mask)
-        try:
-            yield
-        finally:
-            self._task = None
-
-    def _wrap(self, policy: PreTrainedModel) -> None:
         forward = policy.forward
 
         # Inside the forward, and not after it: ZeRO-3 has gathered the head only there.
@@ -151,7 +138,16 @@ class FullKL:
             with last_hidden_states(policy) as states:
                 outputs = forward(*args, **kwargs)
             ours = Projection.of(policy, states[0], mask.shape[1])
-            self.tokens = token_kl(ours, reference, mask, self._temperature)
+            self.tokens = token_kl(ours, reference, mask, temperature)
             return outputs
 
         policy.forward = wrapped
+
+    @contextmanager
+    def against(self, reference: Projection, mask: Tensor) -> Iterator[None]:
+        """Let the one forward of the policy inside the block compute the KL at the tokens of `mask`, (B, T)."""
+        self.tokens, self._task = None, (reference, mask)
+        try:
+            yield
+        finally:
+            self._task = None

@@ -58,23 +58,12 @@ class LogProbs:
     def __post_init__(self) -> None:
         self.launches = launch_tokens(self.accelerator.device)
         self._attention, self._segmented = AttentionSwitch(), SegmentedModels()
-        self._check = LayoutCheck(
-            self.accelerator,
-            self.args,
-            self._run_trial,
-            self._attention,
-            self._segmented,
-            LayoutRules(self.args, self.router_loss, self.padded_because),
-        )
+        rules = LayoutRules(self.args, self.router_loss, self.padded_because)
+        self._check = LayoutCheck(self.accelerator, self.args, self._run_trial, self._attention, self._segmented, rules)
         self._kernel = VarlenKernel(self._check.announcer.once)
 
     def __call__(
-        self,
-        model: nn.Module,
-        rows: Rows,
-        batch_size: int | None,
-        compute_entropy: bool,
-        plan: MicroBatchPlan | None = None,
+        self, model: nn.Module, rows: Rows, batch_size: int | None, compute_entropy: bool, plan: MicroBatchPlan | None
     ) -> PerToken:
         """Return the log-probabilities and entropies of `rows`, in ceil(B / batch_size) model calls on every rank.
 
@@ -98,22 +87,17 @@ class LogProbs:
         sequence = None
         if layout is not Layout.PADDED and size > chunk:
             sequence = order(rows.host, layout)
-        log_probs, entropies = [], []
+        parts = []
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             some = rows.select(part if sequence is None else sequence[part])
             # The padded layout needs no copy of the rows on the host.
             decided = None if layout is Layout.PADDED else self.plan(model, some.host, layout)
-            chunk_log_probs, chunk_entropies = self._run(model, some, decided, compute_entropy)
-            log_probs.append(chunk_log_probs)
-            if chunk_entropies is not None:
-                entropies.append(chunk_entropies)
-        found = torch.cat(log_probs), torch.cat(entropies) if entropies else None
-        if sequence is None:
-            return found
+            parts.append(self._run(model, some, decided, compute_entropy))
+        log_probs, entropies = zip(*parts, strict=True)
         # The loss multiplies by advantages and masks in the order of the rows given.
-        back = on_device(np.argsort(sequence), rows.input_ids.device)
-        return found[0][back], found[1][back] if found[1] is not None else None
+        back = slice(None) if sequence is None else on_device(np.argsort(sequence), rows.input_ids.device)
+        return torch.cat(log_probs)[back], torch.cat(entropies)[back] if compute_entropy else None
 
     def layout(self, model: nn.Module, rows: Rows, chunk: int) -> Layout:
         """Return the layout of a model, the same on all ranks, chosen on the first `chunk` rows that it computes."""

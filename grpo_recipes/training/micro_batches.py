@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,10 +180,9 @@ def _merge(batches: Sequence[MicroBatch]) -> MicroBatch:
     """Return one batch of all rows. TRL cut the batches from one, so their widths are equal."""
     merged = dict(batches[0])
     for key, first in batches[0].items():
-        if isinstance(first, list):
-            merged[key] = [entry for batch in batches for entry in batch[key]]
-        elif _is_per_row(first):
-            merged[key] = torch.cat([batch[key] for batch in batches])
+        if _is_per_row(first):
+            parts = [batch[key] for batch in batches]
+            merged[key] = torch.cat(parts) if isinstance(first, Tensor) else [*chain.from_iterable(parts)]
     return merged
 
 

@@ -142,9 +142,8 @@ def measure(
         layout: layout of the model.
         accelerator: accelerator that sums over ranks.
     """
-    plans = [batch[PLAN] for batch in ours]
-    rows = [plan.rows for plan in plans]
-    computed = sum(plan.tokens for plan in plans)
+    rows = [batch[PLAN].rows for batch in ours]
+    computed = sum(batch[PLAN].tokens for batch in ours)
     needed = sum(needed_tokens(rows[start : start + window], layout) for start in range(0, len(rows), window))
     tokens_of_trl = sum(batch[key].numel() for batch in padded for key in ("prompt_ids", "completion_ids"))
     labelled = [int((part.labels > 0).sum()) for part in rows]

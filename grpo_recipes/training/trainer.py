@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
@@ -199,9 +198,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         window = micro_batches.window_size(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
         first = micro_batches.as_rows(padded[0])
         layout = self._log_probs.layout(self.model, first, len(first.input_ids))
-        ours = []
-        for batch, rows in micro_batches.regroup(padded, window, layout, self._exact):
-            ours.append({**batch, step_plan.PLAN: self._log_probs.plan(self.model, rows, layout)})
+        regrouped = micro_batches.regroup(padded, window, layout, self._exact)
+        ours = [{**batch, step_plan.PLAN: self._log_probs.plan(self.model, rows, layout)} for batch, rows in regrouped]
         efficiency = step_plan.measure(padded, ours, window, layout, self.accelerator)
         for name, value in efficiency.metrics().items():
             self._metrics["train"][name].append(value)
@@ -366,7 +364,7 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     # ---- Seam 6: the order of the prompts
 
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+    def _get_train_sampler(self, dataset: Any = None) -> RepeatSampler:
         """Return TRL's order of prompts, also after a resume past the first epoch. `sampling` marks some as skipped."""
         stock = cast(RepeatSampler, super()._get_train_sampler(dataset))  # TRL declares any sampler
         recorded = offline.with_baseline(stock, self.rollout_func)

@@ -110,7 +110,7 @@ def test_rows_run_in_calls_of_similar_length_and_come_back_in_their_order(comput
         found = made(stock, layout)
         for _ in range(2):  # the first time, layouts are compared
             widths.clear()
-            got = found(policy, rows, chunk, compute_entropy)
+            got = found(policy, rows, chunk, compute_entropy, None)
             assert torch.equal(got[0], expected[0])
             assert (got[1] is None) is not compute_entropy
             if got[1] is not None:

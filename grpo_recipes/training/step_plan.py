@@ -190,8 +190,8 @@ class StepState:
     """Values that an override of the trainer leaves for another one, where TRL's signatures do not carry them."""
 
     resets: ExitStack = field(default_factory=ExitStack)
-    """Context in which the environments of a generation batch are reset. Written by `_generate_with_advantages`.
-    `_generate` closes it: generation ends the resets."""
+    """Context in which TRL resets the environments of a generation batch. Written by `_generate_with_advantages`, and
+    closed by `_generate`. Valid until generation begins."""
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))
     """Rewards of all ranks, (completions, functions). Written by `_calculate_rewards`, and read by
     `_generate_with_advantages` for the rule for advantages. Valid until the next generation batch."""

@@ -27,7 +27,7 @@ from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training.packing import Layout, order
 
 if TYPE_CHECKING:
-    from grpo_recipes.training.trainer import GRPOTrainer
+    from grpo_recipes.generation.models import TRLTrainer
 
 # Values that are set to 0 in a masked row. TRL's new log-probabilities are 0 there, so the ratio is exp(0 - 0) = 1. Any
 # other value could give an infinite ratio, and 0 * inf is NaN. The reference's log-probabilities are not listed,
@@ -52,7 +52,7 @@ class Exactness:
     """True if advantages must be multiplied by (new divisor) / (old divisor)."""
 
 
-def exactness(trainer: GRPOTrainer) -> Exactness:
+def exactness(trainer: TRLTrainer, micro_batching: MicroBatching) -> Exactness:
     """Return the changes of micro-batches that are exact for a trainer's loss, with skipped rows as its user allows.
 
     Trimming and packing are exact for every loss.
@@ -63,7 +63,7 @@ def exactness(trainer: GRPOTrainer) -> Exactness:
     if loss is None or statistics:
         return Exactness(False, False)
     without_kl = trainer.beta == 0.0  # a zero-advantage row still has a KL term
-    skip = without_kl and trainer.micro_batching.skip_zero_advantage
+    skip = without_kl and micro_batching.skip_zero_advantage
     if loss.counts_other_rows:
         # The divisor is the number of tokens of the micro-batch (`bnpo`). Advantages can carry its change, because the
         # policy loss is linear in them. A KL term has no factor of its own per row.

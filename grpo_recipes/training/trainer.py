@@ -153,7 +153,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             self._full_kl, reason = FullKL(base_model(self.model), self.temperature), READS_PADDED_ROWS
         self._step_state = step_plan.StepState()
         self._passes = Passes(self)
-        self._exact = micro_batches.exactness(self)
+        self._exact = micro_batches.exactness(self, self.micro_batching)
         layout = micro_batches.asked_layout(self.micro_batching)
         self._log_probs = LogProbs(
             self.accelerator, self.args, self._trl_log_probs, layout, self.aux_loss_enabled, reason

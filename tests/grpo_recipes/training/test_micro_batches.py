@@ -378,9 +378,8 @@ def test_the_table_of_losses_holds_every_loss_type_of_trl() -> None:
 def exact_changes(loss_type: str, beta: float, skip: bool = True, **options: Any) -> Exactness:
     """Return the changes that are exact for a trainer with these settings."""
     settings = {"_entropy_bonus_enabled": False, "top_entropy_quantile": 1.0, "aux_loss_enabled": False, **options}
-    micro_batching = MicroBatching("packed", skip)
-    trainer: Any = SimpleNamespace(loss_type=loss_type, beta=beta, micro_batching=micro_batching, **settings)
-    return exactness(trainer)
+    trainer: Any = SimpleNamespace(loss_type=loss_type, beta=beta, **settings)
+    return exactness(trainer, MicroBatching("packed", skip))
 
 
 def test_rows_stay_in_their_micro_batch_if_the_loss_has_a_statistic_of_it() -> None:

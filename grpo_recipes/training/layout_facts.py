@@ -24,9 +24,9 @@ from grpo_recipes.training.activations import Activations, Measured, MicroBatch,
 from grpo_recipes.training.full_kl import READS_PADDED_ROWS
 from grpo_recipes.training.layout_rules import FSDP2, ZERO3, Choice, LayoutRules, attention_window, text_config
 from grpo_recipes.training.layout_trial import COMPARED_ROWS, EXTRA_PADDING
-from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.micro_batches import asked_layout
 from grpo_recipes.training.packing import Layout
+from grpo_recipes.training.step_plan import MAX_PACKED_SHARE
 
 __all__ = ["LayoutFacts", "MicroBatch", "NotMeasured", "describe"]
 

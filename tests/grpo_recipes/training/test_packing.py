@@ -27,7 +27,8 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
-from grpo_recipes.training import layout_check, packed_attention
+from grpo_recipes.process import ranks
+from grpo_recipes.training import packed_attention
 from grpo_recipes.training.packed_attention import ATTENTION, AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, SpansIgnored, order, pack
 from tests.support import device
@@ -326,7 +327,7 @@ def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str
         trainer._log_probs.layout(trainer.model, rows[rank], len(rows[rank].input_ids))
 
     collective = mock.patch.object(
-        layout_check, "on_any_rank", lambda flag, _: any(meet(this.rank, "collective", flag))
+        ranks, "largest_of_ranks", lambda number, _: max(meet(this.rank, "collective", number))
     )
     with collective, ThreadPoolExecutor(2) as pool:
         list(pool.map(choose, range(2)))

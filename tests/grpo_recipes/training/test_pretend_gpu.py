@@ -15,7 +15,8 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.training import callbacks, layout_check, tool_turns
+from grpo_recipes.process import ranks
+from grpo_recipes.training import callbacks, tool_turns
 from grpo_recipes.training.adamw_bf16 import AdamWBF16
 from grpo_rewards.reward_model import RewardModelScore
 from tests.support import tiny
@@ -34,7 +35,7 @@ def reductions_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in (
         (tool_turns, "largest_of_ranks"),
-        (layout_check, "on_any_rank"),
+        (ranks, "largest_of_ranks"),
         (callbacks, "largest_of_ranks"),
     ):
         monkeypatch.setattr(module, name, functools.partial(checked, getattr(module, name)))

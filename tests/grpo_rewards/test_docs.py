@@ -1,4 +1,4 @@
-"""docs/rewards.md: every row of its tables, and every adapter with the call that its framework makes."""
+"""docs/rewards.md and answers.md: every row of a table, and every adapter with the call that its framework makes."""
 
 import inspect
 import json
@@ -24,13 +24,15 @@ from grpo_rewards import (
 from grpo_rewards.cli import main
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import REGISTERED, build_rewards
+from tests.grpo_rewards import answers_page
 
+ANSWERS = (Path(__file__).parents[2] / "docs" / "answers.md").read_text(encoding="utf-8")
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
 def rows_under(head):
     """Return the cells of each row of the table of five columns whose last column has this head."""
-    table = DOCS.split(f"| {head} |\n|---|---|---|---|---|\n")[1].split("\n\n")[0]
+    table = ANSWERS.split(f"| {head} |\n|---|---|---|---|---|\n")[1].split("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
 
 
@@ -49,6 +51,10 @@ def example(name):
     namespace = {}
     exec(compile(source_of(name), f"docs/rewards.md ({name})", "exec"), namespace)
     return namespace
+
+
+def test_the_page_of_answers_is_current():
+    assert answers_page.page() == ANSWERS, "python -m tests.grpo_rewards.answers_page > docs/answers.md"
 
 
 def test_every_row_of_the_policy_table_is_true():

@@ -3,7 +3,7 @@ r"""The final answer that a completion states, as written, if the words around i
 `extract_answer` finds it, `numbers` reads the number in it, `golds` reads the gold of a dataset, and `comparison` gives
 the verdict. No step evaluates text as code.
 
-Where several readings are defensible, these rules decide (docs/rewards.md has the whole table, and each row is a test):
+Where several readings are defensible, these rules decide (docs/answers.md has the whole table, and each row is a test):
 
 - Thinking is everything up to the last `</think>`, and everything after a `<think>` that is never closed. An answer
   counts outside the thinking only.

@@ -1,7 +1,7 @@
 """Build the documentation as a site in build/site: python docs/build_site.py, from a checkout (`make docs`).
 
-The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands and the Python API,
-which are committed in docs/ and renewed here, and the errors, which only the site has. Each is written to build/docs
+The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands, the Python API and the
+checks of a run, which are committed in docs/ and renewed here, and the errors, which only the site has. Each is written to build/docs
 with its links turned to the other pages, or, where a link leads to another file of the repository, to that file on the
 web; mkdocs then builds the site and fails on a link, an anchor or a page that is missing.
 """
@@ -195,6 +195,18 @@ def described(name: str, thing: object) -> Iterator[str]:
         yield "\n"
 
 
+def checks_page() -> str:
+    """Return the page of the checks that `diagnose` makes: the docstring of each."""
+    from grpo_recipes.reports.diagnostics import CHECKS
+
+    rows = [(check.__name__, " ".join((inspect.getdoc(check) or "").split())) for check in CHECKS]
+    return (
+        f"# What `diagnose` checks\n\nThe checks of `grpo-recipes diagnose`, in their order. {MADE_BY}\n\n"
+        "| check | looks for |\n|---|---|\n"
+        + "".join(f"| `{name}` | {text.removeprefix('Look for ')} |\n" for name, text in rows)
+    )
+
+
 def signature(thing: Callable[..., object]) -> str:
     """Return the parameters and the result of a function or class, one per line if one line is too long."""
     whole = inspect.signature(thing)
@@ -235,7 +247,11 @@ def docstring(thing: object) -> str:
     return re.sub(r"^(Args|Attributes|Returns|Raises):\n((?: {4}.*\n?|\n)+)", as_list, text, flags=re.MULTILINE)
 
 
-COMMITTED: Mapping[str, Callable[[], str]] = {"commands.md": commands_page, "python.md": python_page}
+COMMITTED: Mapping[str, Callable[[], str]] = {
+    "commands.md": commands_page,
+    "python.md": python_page,
+    "checks.md": checks_page,
+}
 """The pages in docs/ that are made here."""
 
 

@@ -43,7 +43,10 @@ def tools_never_called(run: Run) -> Finding | str:
 
 
 def calls_without_gain(run: Run) -> Finding | str:
-    """Look for completions that all call a tool, although neither calls nor training raise the reward."""
+    """Look for completions that all call a tool, although neither calls nor training raise the reward.
+
+    They are at least 95 % of the completions at the end, and the reward is not near its best.
+    """
     _check_tools(run)
     rows = run.rows.dropna(subset="total")
     _, late = _ends(rows)
@@ -118,8 +121,9 @@ def tool_limits_hit(run: Run) -> Finding | str:
 def reward_by_calls_alone(run: Run) -> Finding | str:
     """Look for a reward that rises with the number of calls alone, and not among completions with equally many calls.
 
-    Answers that become right explain a rise, where a reward judges them. Where none does, only completions with a call
-    are compared, because a policy that learns to call its tool at all is meant to earn more.
+    The number of calls explains 90 % of the rise. Answers that become right explain a rise, where a reward judges them.
+    Where none does, only completions with a call are compared, and 90 % of the rewards' variance must follow from the
+    number of calls, because a policy that learns to call its tool at all is meant to earn more.
     """
     _check_tools(run)
     rows = run.rows.dropna(subset="total")

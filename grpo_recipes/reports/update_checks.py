@@ -44,7 +44,7 @@ The logarithms of the importance weights then have a standard deviation of 0.47.
 
 
 def kl_blow_up(run: Run) -> Finding | str:
-    """Look for a KL to the reference that stays above 1 nat per token."""
+    """Look for a KL to the reference that stays above 1 nat per token, as a median of five points."""
     if run.config.get("beta") == 0 and not len(run.series("kl")):
         raise DoesNotApply("`beta` is 0, so that no KL is computed")
     # The sampled KL has a heavy tail: one token can make the mean of a batch exceed any limit.

@@ -1,9 +1,10 @@
 """Build the documentation as a site in build/site: python docs/build_site.py, from a checkout (`make docs`).
 
-The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands, the Python API and the
-checks of a run, which are committed in docs/ and renewed here, and the errors, which only the site has. Each is written to build/docs
-with its links turned to the other pages, or, where a link leads to another file of the repository, to that file on the
-web; mkdocs then builds the site and fails on a link, an anchor or a page that is missing.
+The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands, the Python API and
+the checks of a run, which are committed in docs/ and renewed here, and the errors, which only the site has. Each is
+written to build/docs with its links turned to the other pages, or, where a link leads to another file of the
+repository, to that file on the web; mkdocs then builds the site and fails on a link, an anchor or a page that is
+missing.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ VARIANCE_LIMIT = 0.95
 def format_without_correctness(run: Run) -> Finding | str:
     """Look for a format reward that rises while correctness does not: the policy may be learning a layout only.
 
-    Correctness rises by less than half of the format's rise. If no reward is known to judge correctness, any reward that
-    does not judge format or length may do so.
+    Correctness rises by less than half of the format's rise. If no reward is known to judge correctness, any reward
+    that does not judge format or length may do so.
     """
     parts = list(run.parts())
     formats = [(reward, means) for reward, means in parts if reward.kind == "format"]

@@ -1,4 +1,4 @@
-"""docs/rewards.md and answers.md: every row of a table, and every adapter with the call that its framework makes."""
+"""docs/rewards.md, answers.md and rewards/README.md: rows of tables, and adapters with their frameworks' calls."""
 
 import inspect
 import json
@@ -28,6 +28,7 @@ from tests.grpo_rewards import answers_page
 
 ANSWERS = (Path(__file__).parents[2] / "docs" / "answers.md").read_text(encoding="utf-8")
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "rewards" / "README.md").read_text(encoding="utf-8")
 
 
 def rows_under(head):
@@ -44,12 +45,12 @@ def code(cell):
 
 
 def source_of(name):
-    return re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", DOCS, re.DOTALL).group(1)
+    return re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", DOCS + README, re.DOTALL).group(1)
 
 
 def example(name):
     namespace = {}
-    exec(compile(source_of(name), f"docs/rewards.md ({name})", "exec"), namespace)
+    exec(compile(source_of(name), name, "exec"), namespace)
     return namespace
 
 
@@ -170,8 +171,7 @@ def test_explain_prints_the_documented_lines(tmp_path, capsys, monkeypatch):
 
 
 def test_the_readmes_example_is_true():
-    readme = (Path(__file__).parents[2] / "rewards" / "README.md").read_text(encoding="utf-8")
-    source = re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1)
+    source = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
     namespace, calls = {}, re.findall(r"^(\w+\(.*\))  # (\[[\d.]+\])", source, re.MULTILINE)
     exec(source, namespace)
     assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""The adapters of docs/rewards.md, called by the published code of their frameworks. Slow, because they download it.
+"""The adapters of rewards/README.md, called by the published code of their frameworks. Slow, because they download it.
 
 Each framework's wheel is fetched without its dependencies. Modules that the call does not need (ray, aiohttp, hydra)
 are replaced by empty ones, and the package's own `__init__`, which imports all of it, is not run.

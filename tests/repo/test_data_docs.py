@@ -1,4 +1,4 @@
-"""The examples of docs/data.md are planned with a tiny model."""
+"""The examples of docs/data.md (in docs/data) are planned with a tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from grpo_recipes.data.presets import PRESETS
 from grpo_recipes.recipe.recipe import parse_recipe
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)```$", PAGE, re.MULTILINE | re.DOTALL))
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "data"
+FILES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
 FIRST = {
     "boxed.yaml": ("What is 2 + 3?", {"answer": "So it is \\boxed{5}.", "level": 1, "source": "school"}),
     "choice.yaml": ("Which is the capital of Italy?\nA. Paris\nB. Rome\nC. Oslo", {"answer": "B"}),
@@ -59,6 +60,12 @@ def test_every_example_can_be_planned(
     assert prompt in (None, rows[0]["prompt"][-1]["content"])
     assert "exactly as the model sees it" in output
     assert "can't be scored" not in output
+
+
+def test_the_page_shows_or_links_every_example() -> None:
+    shown = dict(re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)```$", PAGE, re.MULTILINE | re.DOTALL))
+    assert set(shown) | set(re.findall(r"\(data/([\w.]+)\)", PAGE)) == set(FILES)
+    assert shown.items() <= FILES.items()
 
 
 def test_every_preset_is_in_the_table() -> None:

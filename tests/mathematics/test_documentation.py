@@ -1,4 +1,4 @@
-"""docs/mathematics.md: its worked example is recomputed, and every test that it names exists."""
+"""docs/mathematics.md: its worked example is recomputed. Every test that it and docs/seeds.md name exists."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.mathematics.conftest import REPOSITORY
 from tests.mathematics.oracle import Completion, Geometry, Objective
 
 PAGE = (REPOSITORY / "docs" / "mathematics.md").read_text(encoding="utf-8")
+SEEDS = (REPOSITORY / "docs" / "seeds.md").read_text(encoding="utf-8")
 FOLDER = REPOSITORY / "tests" / "mathematics"
 
 REWARDS = [[1.0, 0.5], [0.0, 0.5], [0.0, 0.0], [1.0, 1.0]]
@@ -75,9 +76,9 @@ def test_the_worked_example() -> None:
     assert [float(figure) for figure in row_of(f"{losses[0]:.4f}")] == pytest.approx(losses, abs=5.1e-5)
 
 
-def test_every_test_that_the_page_names_exists() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`", PAGE)
-    named += [("test_source_documents.py", name) for name in re.findall(r"`(test_\w+)`", PAGE)]
+def test_every_test_that_the_pages_name_exists() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", PAGE + SEEDS)
+    named += [("test_source_documents.py", name) for name in re.findall(r"`(test_\w+)`", PAGE + SEEDS)]
     assert len(named) > 20
     for file, name in named:
         assert f"def {name}(" in (FOLDER / file).read_text(), f"{file}::{name}"

@@ -17,7 +17,7 @@ from trl import GRPOConfig, ModelConfig
 from grpo_recipes.recipe.dataset import PassRateSpec, SourceSpec
 from grpo_recipes.recipe.recipe import OUR_KEYS, Recipe
 from grpo_recipes.recipe.specs import Spec, hints, spec_of
-from grpo_recipes.recipe.trl_keys import DEFAULTS, TRL_KEYS, Key
+from grpo_recipes.recipe.trl_keys import DEFAULTS, RESUME_MAY_CHANGE, TRL_KEYS, Key
 from grpo_rewards.terminal import say
 
 HEAD = """# The keys of a recipe
@@ -46,6 +46,13 @@ These are the keys that TRL adds to transformers' `TrainingArguments`. All keys 
 See [TRL's page](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig) and
 [transformers'](https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments). A default
 that differs from TRL's is ours.
+
+"""
+
+RESUME_HEAD = """
+## Keys that a resumed run may change
+
+As patterns. [docs/scaling.md](scaling.md#what-a-resume-compares) describes a resume.
 
 """
 
@@ -80,6 +87,7 @@ def page() -> str:
             )
             sections.append(_table(_spec_rows(PassRateSpec)))
     sections += ["\n## `rewards`\n", REWARDS, TRL_HEAD, _table([*_trl_rows(ModelConfig), *_trl_rows(GRPOConfig)])]
+    sections += [RESUME_HEAD, *(f"- `{pattern}`\n" for pattern in sorted(RESUME_MAY_CHANGE))]
     return "".join(sections)
 
 

@@ -153,7 +153,7 @@ RESUME_MAY_CHANGE = (
     "tool_limits.failures",
     *(name for name, key in TRL_KEYS.items() if key.may_change),
 )
-"""Patterns of all keys that a resumed run may change: ours, then TRL's. docs/scaling.md lists them too."""
+"""Patterns of all keys that a resumed run may change: ours, then TRL's. docs/recipes.md lists them."""
 
 
 def ignored_keys(loss_type: str) -> list[str]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("*.md", "docs/**/*.md", "re*/*.md", "benchmarks/results/*.md", "notebooks/*.ipynb")
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path
-    for pattern in (*PATTERNS, "recipes/**/*.yaml", "accelerate_configs/*.yaml")
+    for pattern in (*PATTERNS, "recipes/**/*.yaml", "accelerate_configs/*")
     for path in sorted(ROOT.glob(pattern))
     if path.name != "CHANGELOG.md"
 }
@@ -36,6 +36,8 @@ def lines_of(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         text = "\n".join(line for cell in json.loads(text)["cells"] for line in notebook_lines(cell))
+    elif path.suffix == ".sbatch":
+        text = f"```bash\n{text}\n```"
     elif path.suffix == ".yaml":
         text = "\n".join(re.findall(r"(?:^|\s)# ?(.*)", text))
     prose = []

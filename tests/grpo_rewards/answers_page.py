@@ -1,4 +1,4 @@
-"""Generator of docs/answers.md: borderline answers, and how `gsm8k_correctness` and `choice_correctness` read them.
+"""Generator of docs/answers.md: borderline answers, and how the correctness rewards read them.
 
 python -m tests.grpo_rewards.answers_page > docs/answers.md
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from grpo_rewards import choice_correctness
+from grpo_rewards import choice_correctness, math_correctness
 from grpo_rewards.math.correctness import GSM8KCorrectness
 
 HEAD = """# Borderline answers
@@ -22,6 +22,15 @@ Where two readings of an answer are defensible, this table decides: the verdicts
 
 | question | arguments | gold | completion | verdict |
 |---|---|---|---|---|
+"""
+FORMULAS_HEAD = """
+## A formula
+
+A gold that is not one formula is compared with an answer of its kind only, and many forms are read as others: the
+verdicts of `math_correctness`. `symbolic` is equal by math-verify.
+
+| question | gold | boxed answer | verdict |
+|---|---|---|---|
 """
 CHOICES_HEAD = """
 ## A choice
@@ -111,6 +120,50 @@ Case matters in formulas only. | – | `Tuesday` | `<answer>tuesday</answer>`
 An empty gold can't be scored. | – | ` ` | `<answer>18</answer>`
 A solution without a final answer can't be scored. | – | `She sold 24 clips in May and 48 in April.` | `<answer>72</answer>`
 """  # noqa: E501
+FORMULAS = r"""
+An equation between numbers equals itself, side by side. | `2^{10}=1024` | `2^{10} = 1024`
+… or its right side. | `2^{10}=1024` | `1024`
+… and not another true equation. | `2^{10}=1024` | `1=1`
+An equation equals one whose difference of sides is the same up to a factor. | `y = 2x + 1` | `2y = 4x + 2`
+A value must differ by 0, however small it is. | `\frac{1}{2^{99}}` | `\frac{1}{2^{98}}`
+A ratio of three or more is compared number by number. | `1:2:3` | `1:3:2`
+So are a range, | `5-7` | `5-8`
+a date, | `2020-05-07` | `2020-05-08`
+and sizes. | `2 \times 3, 4 \times 2` | `2 \times 3, 2 \times 4`
+A time has a half of the day. | `5:30 \text{ p.m.}` | `5:30 \text{ a.m.}`
+Several quantities have as many names, in any order. | `3 hours 20 minutes` | `20 minutes 3 hours`
+Parts with names are quantities too. | `(a) 5 (b) 4` | `(b) 4 (a) 5`
+A list with equal items is compared item by item. | `-1, -1, 1, 1` | `-1, 1, 1`
+A permutation equals the same text but for spaces, | `(1 2)(3 4)` | `(3 4)(1 2)`
+as do a transpose or an inverse, | `A^T` | `A`
+a modulus, | `n \equiv 1 \mod 4` | `n \equiv 1 \mod 3`
+and a partial derivative, an angle or a chain of letters. | `\angle ABC` | `\angle ACB`
+A name and its value state the value, | `f(2) = 5` | `5`
+a probability, | `P(X=2) = \frac{3}{8}` | `\frac{3}{8}`
+an angle, | `\angle A = 60^\circ` | `60^\circ`
+a name with an index, | `k_{\max} = 5` | `5`
+and a ratio of sides. | `\frac{NO}{BO} = 2` | `2`
+Names before a tuple state the tuple, | `(p,q) = (3,2)` | `(3,2)`
+and names in a list the list. | `x = 1, x = 2` | `1, 2`
+A double sign states both values, | `1 \pm \sqrt{19}` | `1 - \sqrt{19}, 1 + \sqrt{19}`
+in a set too. | `\{\pm 1, 3\}` | `\{-1, 1, 3\}`
+Inequalities state an interval, | `-2 \le x \le 7` | `[-2,7]`
+as does membership. | `x \in [-2,7]` | `[-2,7]`
+Alternatives state a union. | `x < 1 \text{ or } x > 2` | `(-\infty,1) \cup (2,\infty)`
+`\mathbb{R}` is an interval. | `\mathbb{R}` | `(-\infty,\infty)`
+A repeating decimal is a number, | `0.\overline{36}` | `\frac{4}{11}`
+in parentheses too. | `0.(36)` | `\frac{4}{11}`
+Number words are numbers, | `three quarters` | `\frac{3}{4}`
+also beside the number. | `7 (seven)` | `7`
+A formula may be written as in Python. | `x**2 + sqrt(2)` | `x^2 + \sqrt{2}`
+A product may lack its sign. | `2pi` | `2\pi`
+Infinity may be a word in a formula. | `(0, infinity)` | `(0,\infty)`
+A complex number may have decimals. | `14.0 + -1.0i` | `14 - i`
+An approximation behind a value is dropped. | `\sqrt{2} \approx 1.414` | `\sqrt{2}`
+A letter may be set as text. | `\text{(C)}` | `C`
+A letter behind the number of a formula is a variable. | `$2s$` | `2`
+Behind a bare number it is a unit. | `4s` | `4`
+"""
 CHOICES = r"""
 A letter may be formatted. | Paris, London | A | `**(a)**`
 A letter may be followed by its text. | Paris, London | A | `A) Paris`
@@ -141,6 +194,14 @@ def verdict(arguments: str, gold: str, completion: str) -> str:
     return columns["verdict"][0]
 
 
+def formula_verdict(gold: str, answer: str) -> str:
+    """Return the verdict of `math_correctness` on a boxed answer."""
+    columns: dict[str, Any] = {}
+    boxed = rf"The answer is \boxed{{{code(answer)}}}."
+    math_correctness(completions=[boxed], answer=[code(gold)], log_extra=columns.__setitem__)
+    return columns["verdict"][0]
+
+
 def choice(choices: str, gold: str, completion: str) -> str:
     """Return the letter that `choice_correctness` reads, or `none`, for the cells of a row."""
     columns: dict[str, Any] = {}
@@ -161,6 +222,10 @@ def page() -> str:
     for line in ANSWERS.strip().splitlines():
         _, *cells = line.split(" | ")
         lines.append(f"| {line} | {verdict(*cells)} |\n")
+    lines.append(FORMULAS_HEAD)
+    for line in FORMULAS.strip().splitlines():
+        _, *cells = line.split(" | ")
+        lines.append(f"| {line} | {formula_verdict(*cells)} |\n")
     lines.append(CHOICES_HEAD)
     for line in CHOICES.strip().splitlines():
         _, *cells = line.split(" | ")

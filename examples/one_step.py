@@ -2,8 +2,8 @@
 
     python examples/one_step.py
 
-Read it from top to bottom: `step` at the end calls the functions in this order. An arrow names the file that does the
-same in a training run. `tests/mathematics/test_one_step.py` shows that the gradient is that of `GRPOTrainer`.
+Read it from top to bottom, in the order of the data. An arrow names the file of grpo_recipes, or the package, that does
+the same in a training run. `tests/mathematics/test_one_step.py` shows that the gradient is that of `GRPOTrainer`.
 
 Shapes: P prompts, G completions per prompt, N tokens of a packed row, n completion tokens.
 """
@@ -54,7 +54,7 @@ def sample(model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -
         ids = torch.tensor([prompt] * GROUP)
         rows = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=12)
         for row in rows[:, len(prompt) :].tolist():
-            length = row.index(1) + 1 if 1 in row else len(row)
+            length = row.index(1) + 1 if 1 in row else len(row)  # 1 is <end>
             completions.append(Completion(prompt, row[:length]))
     return completions
 
@@ -111,7 +111,7 @@ def log_probs(model: Any, group: list[Completion]) -> Tensor:
     return logits[-len(labels) :].log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
 
-# ---- 6. Loss -> TRL's `_compute_loss`, which training/trainer.py calls and never copies
+# ---- 6. Loss -> TRL, whose loss training/trainer.py never copies
 
 
 def grpo_loss(model: Any, completions: list[Completion]) -> Tensor:

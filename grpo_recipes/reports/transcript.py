@@ -24,7 +24,7 @@ Kind = Literal["reasoning", "text", "call", "result", "gap"]
 
 @dataclass(frozen=True)
 class TurnPart:
-    """TurnPart of a transcript."""
+    """Part of a transcript."""
 
     kind: Kind
     """`reasoning`, `text` and `call` are the policy's, `result` is a tool's, and `gap` stands for parts left out."""

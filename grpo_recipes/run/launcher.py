@@ -73,7 +73,7 @@ def launch(layout: ProcessLayout, arguments: Sequence[str], resume_hint: Callabl
     """Train in the processes of `layout`, and end with one line about how the run ended.
 
     Args:
-        layout: ProcessLayout of the processes.
+        layout: Number of processes, and their accelerate configuration.
         arguments: Arguments of `python -m grpo_recipes.train`.
         resume_hint: Returns how the run can be resumed. Called only if the processes ended early and left no line.
 

@@ -61,7 +61,7 @@ Ending = Literal["answered", "iterations", "no room", "full"]
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """TurnLimits on the turns of a row."""
+    """Limits on the turns of a row."""
 
     iterations: int
     """TRL's `max_tool_calling_iterations`: number of turns after which calls are no longer run."""

@@ -335,6 +335,7 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
 
 def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltReward:
     """Return a reward with the declarations of its spec."""
+    # Each of our rewards knows which completions pass, also those for which no smallest score exists.
     declared = {"kind": declared_kind(built), "highest_pay": built.highest_pay, "passes_at": own_name(name)}
     for key, value in declared.items():
         if key in spec and value is not None:

@@ -227,7 +227,7 @@ class BaseReward:
     def validate(self, rows: int, columns: Mapping[str, Any]) -> list[bool]:
         """Return, for each row of the dataset, True if the reward can score it.
 
-        Each row is scored with an empty completion. None means that its gold cannot be used.
+        Each row is scored with an empty prompt and completion. None means that its gold cannot be used.
 
         Args:
             rows: number of rows.
@@ -236,7 +236,7 @@ class BaseReward:
         Raises:
             ValueError: a column that the reward needs is missing.
         """
-        return [score is not None for score in self(completions=[""] * rows, **columns)]
+        return [score is not None for score in self(prompts=[""] * rows, completions=[""] * rows, **columns)]
 
     @property
     def looks_at(self) -> str:

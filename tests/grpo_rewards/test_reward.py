@@ -38,7 +38,7 @@ def plain(completions: list[Any], **columns: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
-def declaring(completions: list[Any], solution: list[str], **columns: Any) -> list[float | None]:
+def declaring(prompts: list, completions: list[Any], solution: list[str], **columns: Any) -> list[float | None]:
     return [None if gold == "?" else 0.5 for gold in solution]
 
 

@@ -153,7 +153,7 @@ def test_both_wheels_work_in_an_empty_folder(wheels: dict[str, Path], tmp_path: 
     tiny.save_tool_policy(here / "model", tiny.CHATML)
     settings = "--model_name_or_path model --max_completion_length 8 --dataset.size 64 --max_steps 2"
     small = settings.split()
-    assert "rank 1" in type_("grpo-recipes", "plan", "quickstart", "--accelerate_config", "ddp_cpu", *small)
+    assert "on 2 processes" in type_("grpo-recipes", "plan", "quickstart", "--accelerate_config", "ddp_cpu", *small)
     assert "2 optimizer steps" in type_("grpo-recipes", "train", "quickstart", *small, "--output_dir", "runs/x")
     assert "8 problems" in type_("grpo-recipes", "evaluate", "runs/x", "--limit", "8", "--max_new_tokens", "4")
     assert "report.html" in type_("grpo-recipes", "report", "runs/x")

@@ -51,7 +51,7 @@ TASKS = (
     "code", "numbers", "boxed", "multiple_choice", "classification", "extraction", "words", "text", "instructions",
     "judged",
 )  # fmt: skip
-"""Tasks of `init`: `plan.init.TASKS`, whose import takes seconds."""
+"""Tasks of `init`: `plan.forms.TASKS`, whose import takes seconds."""
 
 OVERRIDES = "Further --key value pairs override the recipe, as in training."
 
@@ -159,9 +159,8 @@ def first_recipe(options: argparse.Namespace) -> int:
 def _add_plan(commands: Commands) -> None:
     option = _add(commands, "plan", plan_recipe, "check a recipe and print its batch geometry and memory", OVERRIDES)
     option("recipe", nargs="?", help="a YAML file, or the name of a shipped recipe (default: list the shipped recipes)")
-    option(
-        "--accelerate_config", metavar="FILE", help="accelerate configuration, or a shipped one (default: this machine)"
-    )
+    files = "accelerate configuration, or a shipped one (default: this machine)"
+    option("--accelerate_config", metavar="FILE", help=files)
     option("--num_processes", metavar="N", type=int, help="number of processes (default: the file's, or 1)")
     option("--gpu_memory", metavar="SIZE", help="check whether the run fits on GPUs of this size, such as 80GB")
     option("--model_config", metavar="FILE", help="config.json of the model, if the hub can't be reached")
@@ -280,9 +279,8 @@ def _add_evaluate(commands: Commands) -> None:
     option("--vllm", action="store_true", help="generate with vLLM, in the checkpoint's own dtype")
     option("--vllm_server_base_url", metavar="URL", help="address of a running vLLM server of the model")
     option("--vllm_tensor_parallel_size", metavar="N", type=int, help="number of GPUs that share the model")
-    option(
-        "--vllm_max_model_length", metavar="N", type=int, help="tokens of prompt and completion (default: the model's)"
-    )
+    tokens = "tokens of prompt and completion (default: the model's)"
+    option("--vllm_max_model_length", metavar="N", type=int, help=tokens)
     option("--vllm_gpu_memory_utilization", metavar="SHARE", type=float, help="share of each GPU (default: vLLM's)")
     folder = "folder for the results (default: MODEL/evaluations/after, with -TABLE and -N-samples added where needed)"
     option("--output", metavar="FOLDER", type=Path, help=folder)
@@ -336,8 +334,7 @@ def compare_evaluations(options: argparse.Namespace) -> int:
 
 
 def _add_diagnose(commands: Commands) -> None:
-    purpose = "print what looks wrong in a run (exit code 1 if anything does)"
-    option = _add(commands, "diagnose", diagnose_run, purpose)
+    option = _add(commands, "diagnose", diagnose_run, "print what looks wrong in a run (exit code 1 if anything does)")
     option("run", type=Path, help="`output_dir` of a run, finished or under way")
     option("--json", action="store_true", help="print the diagnosis as JSON")
 
@@ -366,9 +363,8 @@ def _add_report(commands: Commands) -> None:
     option = _add(commands, "report", report_runs, purpose)
     option("run", type=Path, help="`output_dir` of a run, finished or under way")
     option("others", metavar="run", type=Path, nargs="*", help="more runs, drawn into the same charts")
-    option(
-        "--output", metavar="FOLDER", type=Path, help="folder for the pages and evaluation.svg (default: RUN/report)"
-    )
+    folder = "folder for the pages and evaluation.svg (default: RUN/report)"
+    option("--output", metavar="FOLDER", type=Path, help=folder)
 
 
 def report_runs(options: argparse.Namespace) -> int:

@@ -8,22 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.data.presets import choices_of, gold_object, is_missing, label_text, role_and_content
+from grpo_recipes.data.presets import is_missing, label_text, role_and_content
 from grpo_recipes.data.tables import listed
-from grpo_rewards.choices import read_choices
 from grpo_rewards.errors import UserError
-from grpo_rewards.math.answers import extract_answer
-from grpo_rewards.math.decimals import with_point
-from grpo_rewards.math.golds import read_golds
-from grpo_rewards.math.numbers import parse_number
-from grpo_rewards.programs import UnitTests
 from grpo_rewards.strings import folded
 
 ENOUGH = 0.9
 """Share of the values that must have a form."""
-
-SHORT_WORDS = 5
-"""Largest number of words of an answer that counts as a few words."""
 
 MOST_PARTS = 4
 """Largest number of names in the path of a column."""
@@ -69,10 +60,6 @@ NAMES: Mapping[str, Sequence[str]] = {role: names.split() for role, names in _NA
 SINGLE_CHOICE = re.compile(r"(?:(?:option|opt|op|choice|ending|alternative)[ _.-]?)?([a-j]|\d)")
 """Pattern of the names of columns that hold one choice each."""
 
-_UNIT_TESTS = UnitTests()
-_LATEX = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+")
-_WORD = re.compile(r"(?!sin|cos|tan|log|exp|sqrt|mod|max|min)[^\W\d_]{3,}")
-_FORMULA = re.compile(r"[\d\\^_=+/]")
 _WITHOUT_SPACES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]")
 
 
@@ -173,71 +160,6 @@ def words_in(text: str) -> float:
 
 def _is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(role_and_content(turn)[0] is not None for turn in value)
-
-
-def is_tests(value: Any) -> bool:
-    """Return True for tests that `unit_tests` can use, given the name of their function."""
-    (score,) = _UNIT_TESTS(prompts=[""], completions=[""], tests=[value], entry_point=["f"])
-    return score is not None
-
-
-def are_choices(value: Any) -> bool:
-    """Return True for a list of choices, also as text or with their labels."""
-    read = read_choices(choices_of(value)) if value else None
-    return read is not None and len(read.texts) > 1
-
-
-def is_letter(value: Any) -> bool:
-    """Return True for a letter that can name a choice."""
-    return isinstance(value, str) and re.fullmatch(r"\(?[A-J]\)?\.?", value.strip()) is not None
-
-
-def is_number(value: Any) -> bool:
-    """Return True for a number, plain text that is one, or a solution that ends in `#### N`."""
-    if isinstance(value, str):
-        value = extract_answer(value, "hashes") or value
-        return "\\" not in value and (parse_number(value) is not None or parse_number(with_point(value)) is not None)
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_formula(value: Any) -> bool:
-    r"""Return True for a formula that is not a number, a list of formulas as JSON, or a solution with `\boxed{}`."""
-    if not isinstance(value, str) or is_number(value):
-        return False
-    if extract_answer(value, "boxed"):
-        return True
-    plain = _LATEX.sub(" ", value)
-    return _FORMULA.search(value) is not None and _WORD.search(plain) is None and bool(read_golds(value))
-
-
-def is_math(value: Any) -> bool:
-    """Return True for a number or a formula."""
-    return is_number(value) or is_formula(value)
-
-
-def is_label(value: Any) -> bool:
-    """Return True for a value that can be one of several labels."""
-    return isinstance(value, (str, int, float))
-
-
-def is_object(value: Any) -> bool:
-    """Return True for an object or its JSON, except for SQuAD's list of accepted answers."""
-    found = gold_object(value) or {}
-    return len(found) > 0 and "answer_start" not in found
-
-
-def is_short(value: Any) -> bool:
-    """Return True for a few words, or a list of them, which may be SQuAD's."""
-    if isinstance(value, Mapping) and "answer_start" in value:
-        value = value["text"]
-    if isinstance(value, list):
-        return bool(value) and all(map(is_short, value))
-    return is_label(value) and 0 < words_in(str(value)) <= SHORT_WORDS and not str(value).startswith(("[", "{"))
-
-
-def is_prose(value: Any) -> bool:
-    """Return True for text that is not JSON."""
-    return isinstance(value, str) and not value.lstrip().startswith(("[{", "{"))
 
 
 def labels_of(column: Column) -> list[str] | None:

@@ -11,8 +11,8 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,9 @@ from grpo_recipes.data.rendering import ENVIRONMENT
 from grpo_recipes.data.sources import Keys, guess_source, read
 from grpo_recipes.data.tables import listed, sample_of_rows
 from grpo_recipes.data.text_files import has_cells
-from grpo_recipes.plan.columns import (
-    ENOUGH,
-    SINGLE_CHOICE,
-    Column,
-    are_choices,
-    columns_of,
-    find,
-    is_formula,
-    is_label,
-    is_letter,
-    is_math,
-    is_number,
-    is_object,
-    is_prose,
-    is_short,
-    is_tests,
-    labels_of,
-    last_turns,
-    named,
-)
-from grpo_recipes.recipe.dataset import DatasetName, DatasetSpec
+from grpo_recipes.plan import forms
+from grpo_recipes.plan.columns import ENOUGH, SINGLE_CHOICE, Column, columns_of, find, labels_of, last_turns, named
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_rewards.choices import read_choices
 from grpo_rewards.errors import UserError
@@ -59,58 +41,6 @@ from grpo_rewards.terminal import say
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 TAGS = {"tags": ["reasoning", "answer"]}
 
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """Form of the answers in a table, and the keys of a recipe for it.
-
-    Attributes:
-        task: Name of the task, as in `--task`.
-        what: Description of the form.
-        has_form: Test of a single answer.
-        reward: Name of the reward.
-        kwargs: Arguments of the reward, beside the tags that the system prompt `reasoning` requests.
-        system_prompt: Name of the system prompt, which complete prompts do not get.
-        preset: Name of the preset that reads such a table.
-    """
-
-    task: str
-    what: str
-    has_form: Callable[[Any], bool]
-    reward: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    system_prompt: str | None = "reasoning"
-    preset: DatasetName | None = None
-
-
-FOLDED = {"match": "casefold"}
-OVERLAP = {"match": "f1", "extract": "whole"}
-JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "Qwen/Qwen3-8B"}
-
-CODE = Form("code", "tests", is_tests, "unit_tests", {}, "program")
-NUMBER = Form("numbers", "numbers", is_number, "gsm8k_correctness")
-FORMULA = Form("boxed", "formulas and numbers", is_math, "math_correctness", {}, "boxed")
-LABEL = Form("classification", "labels", is_label, "string_match", FOLDED, preset="classification")
-OBJECT = Form("extraction", "objects", is_object, "json_schema", preset="extraction")
-WORDS = Form("words", "a few words", is_short, "string_match", FOLDED)
-TEXT = Form("text", "texts", is_prose, "string_match", OVERLAP, None)
-CHOICE = Form("multiple_choice", "choices", is_label, "choice_correctness", preset="multiple_choice")
-INSTRUCTIONS = Form("instructions", "instructions that a program checks", bool, "instructions", {}, None)
-JUDGED = Form("judged", "missing, so that a model judges the completions", bool, "judge", JUDGE, None)
-
-PARTS = {
-    CODE: ("question", "tests"),
-    LABEL: ("text", "label"),
-    OBJECT: ("text", "object"),
-    CHOICE: ("question", "label"),
-}
-"""Names that a recipe gives the columns of the question and the answer, if these are not `question` and `answer`."""
-
-FORMS: Sequence[Form] = (CODE, NUMBER, FORMULA, LABEL, OBJECT, WORDS, TEXT)
-"""Forms of a column of answers, the most specific first."""
-
-TASKS = tuple(dict.fromkeys(form.task for form in (*FORMS, CHOICE, INSTRUCTIONS, JUDGED)))
-"""Values of `--task`."""
 
 SHAPES = {
     "chosen|rejected": "is one side of preference pairs, and GRPO needs prompts and a reward",
@@ -145,7 +75,7 @@ class Roles:
         is_complete: True if the question is a complete prompt, which gets no system prompt.
     """
 
-    form: Form
+    form: forms.Form
     question: Column
     answer: Column | None
     choices: Mapping[str, Column]
@@ -173,7 +103,7 @@ class Proposal:
 def unsure(place: str, problem: str) -> UserError:
     """Return the error for a table that the options have to describe."""
     fix = "name the columns with `--question`, `--answer` or `--choices`, or the kind of the answers with `--task`"
-    return UserError(place, problem, f"{fix} ({', '.join(TASKS)})")
+    return UserError(place, problem, f"{fix} ({', '.join(forms.TASKS)})")
 
 
 def proposed(table: datasets.Dataset, path: str, wishes: Wishes = Wishes()) -> Proposal:
@@ -181,9 +111,9 @@ def proposed(table: datasets.Dataset, path: str, wishes: Wishes = Wishes()) -> P
     columns = [*columns_of(table.select(sample_of_rows(len(table)))[:])]
     roles = _roles(columns, path, wishes)
     form, answer = roles.form, roles.answer
-    part, gold_part = PARTS.get(form, ("question", "answer"))
+    part, gold_part = forms.PARTS.get(form, ("question", "answer"))
     if roles.is_complete:
-        part, gold_part = "prompt", "tests" if form is CODE else "answer"
+        part, gold_part = "prompt", "tests" if form is forms.CODE else "answer"
     parts = {part: roles.question}
     about = f"The answers are {form.what}"
     if answer is not None:
@@ -205,14 +135,14 @@ def proposed(table: datasets.Dataset, path: str, wishes: Wishes = Wishes()) -> P
             "`prompt` is text, which reaches a model without its chat template: for an instruct model, set "
             "`dataset.prompt_format: conversational`."
         )
-    labels = labels_of(answer) if form is LABEL and answer is not None and not roles.is_complete else None
-    system_prompt = None if roles.is_complete and form is not CODE else form.system_prompt
-    if form is OBJECT and answer is not None:
+    labels = labels_of(answer) if form is forms.LABEL and answer is not None and not roles.is_complete else None
+    system_prompt = None if roles.is_complete and form is not forms.CODE else form.system_prompt
+    if form is forms.OBJECT and answer is not None:
         keys = dict.fromkeys(key for value in answer.filled for key in presets.gold_object(value) or ())
         system_prompt = (
             f"Read the text. Answer with one JSON object between <answer> and </answer>. Keys: {listed(keys)}."
         )
-    elif form is TEXT and answer is not None and answer.has_role("summary"):
+    elif form is forms.TEXT and answer is not None and answer.has_role("summary"):
         system_prompt = f"Write the {answer.key} of the text. Answer with it alone."
     dataset = {
         "name": None if roles.is_complete else form.preset,
@@ -238,7 +168,7 @@ def _roles(columns: Sequence[Column], path: str, wishes: Wishes) -> Roles:
     rest = [column for column in columns if not all(map(str.__eq__, column.path, question.path))]
     form, answer, choices = _answer(rest, question, wishes)
     # A program is wanted in a fence, which only a system prompt requests.
-    is_complete = question.is_messages or (question.has_role("prompt") and form is not CODE)
+    is_complete = question.is_messages or (question.has_role("prompt") and form is not forms.CODE)
     contexts: list[Column] = []
     if not is_complete and not choices:
         contexts = [one for one in named(rest, "context", "input") if one is not answer and one.is_text(0)]
@@ -279,21 +209,21 @@ def _only(found: Sequence[Column], role: str) -> Column:
 
 def _answer(
     rest: Sequence[Column], question: Column, wishes: Wishes
-) -> tuple[Form, Column | None, Mapping[str, Column]]:
+) -> tuple[forms.Form, Column | None, Mapping[str, Column]]:
     """Return the form of the answers, the column that holds them, and the columns of the choices by new name."""
     names = {column.name for column in rest}
-    if wishes.task == INSTRUCTIONS.task or (wishes.task is None and {"instruction_id_list", "kwargs"} <= names):
-        return INSTRUCTIONS, None, {}
-    if wishes.task == JUDGED.task:
-        return JUDGED, None, {}
+    if wishes.task == forms.INSTRUCTIONS.task or (wishes.task is None and {"instruction_id_list", "kwargs"} <= names):
+        return forms.INSTRUCTIONS, None, {}
+    if wishes.task == forms.JUDGED.task:
+        return forms.JUDGED, None, {}
     choices = _choices(rest, wishes)
     if choices:
-        return CHOICE, _gold_of(choices, rest, wishes), choices
+        return forms.CHOICE, _gold_of(choices, rest, wishes), choices
     answer = _named_answer(rest, question, wishes)
     form = _form_of(answer, wishes)
     if wishes.task is None and not _is_certain(form, answer, question, rest):
         raise unsure(f"column {answer.name!r}", f"its answers look like {form.what}, and may be anything else")
-    if wishes.question is None and question.has_role("text") and form in (NUMBER, WORDS, FORMULA):
+    if wishes.question is None and question.has_role("text") and form in (forms.NUMBER, forms.WORDS, forms.FORMULA):
         raise unsure(f"column {question.name!r}", "it may be a text without a question")
     return form, answer, {}
 
@@ -303,11 +233,11 @@ def _choices(rest: Sequence[Column], wishes: Wishes) -> Mapping[str, Column]:
     if wishes.choices is not None:
         found = [find(rest, name.strip(), "--choices") for name in wishes.choices.split(",")]
         return {"choices": found[0]} if len(found) == 1 else dict(zip("ABCDEFGHIJ", found, strict=False))
-    if wishes.task not in (None, CHOICE.task):
+    if wishes.task not in (None, forms.CHOICE.task):
         return {}
     if any(SINGLE_CHOICE.fullmatch(column.key) for column in rest if len(column.path) == 1):
         raise unsure("the choices", "some columns hold one choice each, as in `--choices option_a,option_b`")
-    lists = named([one for one in rest if one.share(are_choices) >= ENOUGH], "choices")
+    lists = named([one for one in rest if one.share(forms.are_choices) >= ENOUGH], "choices")
     return {"choices": _only(lists, "choices")} if lists else {}
 
 
@@ -346,8 +276,8 @@ def _named_answer(rest: Sequence[Column], question: Column, wishes: Wishes) -> C
     if wishes.answer is not None:
         return find(rest, wishes.answer, "--answer")
     tests = named(rest, "tests")
-    readable = [column for column in tests if column.share(is_tests) >= ENOUGH]
-    if tests and not readable and wishes.task in (None, CODE.task):
+    readable = [column for column in tests if column.share(forms.is_tests) >= ENOUGH]
+    if tests and not readable and wishes.task in (None, forms.CODE.task):
         raise unsure(f"column {tests[0].name!r}", "it holds no tests that `unit_tests` reads (docs/rewards.md)")
     for found in (
         readable,
@@ -366,25 +296,25 @@ def _named_answer(rest: Sequence[Column], question: Column, wishes: Wishes) -> C
     raise unsure("the answer", f"no column has the name of one ({others})")
 
 
-def _form_of(answer: Column, wishes: Wishes) -> Form:
+def _form_of(answer: Column, wishes: Wishes) -> forms.Form:
     """Return the most specific form, among those of the task, that enough of the answers have."""
     # The rows that an explicit task leaves out are named by the checks of the recipe.
     enough = ENOUGH if wishes.task is None else 0.5
     names_labels = wishes.task is not None or answer.has_role("label", "kind")
     names_labels = names_labels or all(isinstance(value, bool) for value in answer.filled)
-    for form in FORMS:
+    for form in forms.FORMS:
         if wishes.task not in (None, form.task) or answer.share(form.has_form) < enough:
             continue
         # Where some answers are formulas, `math_correctness` has to read all of them.
-        is_mixed = form is NUMBER and wishes.task is None and any(map(is_formula, answer.filled))
-        are_no_labels = form is LABEL and not (names_labels and labels_of(answer))
+        is_mixed = form is forms.NUMBER and wishes.task is None and any(map(forms.is_formula, answer.filled))
+        are_no_labels = form is forms.LABEL and not (names_labels and labels_of(answer))
         if not is_mixed and not are_no_labels:
             return form
     kind = f"for the task {wishes.task}" if wishes.task else "of a known form"
     raise unsure(f"column {answer.name!r}", f"it has no answers {kind}")
 
 
-def _is_certain(form: Form, answer: Column, question: Column, rest: Sequence[Column]) -> bool:
+def _is_certain(form: forms.Form, answer: Column, question: Column, rest: Sequence[Column]) -> bool:
     """Return False if the form of the answers, found without `--task`, can mean something else."""
     texts = answer.texts
     names_labels = answer.has_role("label", "kind")
@@ -392,17 +322,17 @@ def _is_certain(form: Form, answer: Column, question: Column, rest: Sequence[Col
         return False
     if answer.has_role("output") and any(column.has_role("rating") for column in rest):
         return False  # rated responses, which can be wrong
-    if form is CODE:  # a prompt has to name the function that the tests call
+    if form is forms.CODE:  # a prompt has to name the function that the tests call
         is_named = any(column.key in ("entry_point", "starter_code") for column in rest)
         return is_named or not any("fn_name" in str(value) or "def check(" in str(value) for value in answer.filled)
-    if form is NUMBER:  # numbers of labels
+    if form is forms.NUMBER:  # numbers of labels
         are_digits = 4 * len(set(texts)) <= min(len(texts), 20) and all(len(text) == 1 for text in texts)
         return not names_labels and not are_digits
-    if form is TEXT:
+    if form is forms.TEXT:
         return answer.has_role("summary") and question.has_role("text")
-    if form is WORDS:  # letters stand for choices
-        return not names_labels and answer.share(is_letter) < 0.5 and answer.share(is_math) < 0.5
-    return form is LABEL or (form is FORMULA and not names_labels)
+    if form is forms.WORDS:  # letters stand for choices
+        return not names_labels and answer.share(forms.is_letter) < 0.5 and answer.share(forms.is_math) < 0.5
+    return form is forms.LABEL or (form is forms.FORMULA and not names_labels)
 
 
 def _check_all_read(rest: Sequence[Column], question: Column, used: Sequence[Column | None]) -> None:
@@ -418,7 +348,7 @@ def _check_all_read(rest: Sequence[Column], question: Column, used: Sequence[Col
             raise UserError(f"column {column.name!r}", "it may belong to the prompt", fix)
 
 
-def _names(names: Sequence[str], parts: Mapping[str, Column], form: Form) -> dict[str, str]:
+def _names(names: Sequence[str], parts: Mapping[str, Column], form: forms.Form) -> dict[str, str]:
     """Return the old names of renamed columns by new name."""
     columns = {part: column.name for part, column in parts.items()}
     # A preset makes the column `answer`, and the trainer has names of its own. A column with such a name is renamed.
@@ -440,7 +370,7 @@ def _template(roles: Roles, part: str, labels: Sequence[str] | None) -> str | No
         if len(one.filled) < len(one.values):
             text = f"{{% if {one.key} %}}{text}{{% endif %}}"
         (before if is_before else behind).append(text)
-    if roles.form is CODE and roles.answer is not None and not roles.is_complete:
+    if roles.form is forms.CODE and roles.answer is not None and not roles.is_complete:
         first = roles.answer.filled[0]
         if re.search(r"\bassert ", str(first)) and "def check(" not in str(first):
             # A question such as MBPP's does not name the function. The expected value is left out.
@@ -460,15 +390,15 @@ def _rewards(roles: Roles, wishes: Wishes) -> list[Any]:
     has_tags = form.system_prompt == "reasoning" and not roles.is_complete
     if has_tags:
         kwargs |= TAGS
-    elif form is NUMBER:
+    elif form is forms.NUMBER:
         name = "math_correctness"
     elif name == "string_match":
         kwargs["extract"] = "whole"
-    if form is FORMULA and not roles.is_complete:
+    if form is forms.FORMULA and not roles.is_complete:
         kwargs["extract"] = "boxed"
-    if form is OBJECT:
+    if form is forms.OBJECT:
         kwargs |= {"schema": {"type": "object"}, "gold_column": "answer"}
-    if roles.answer is not None and form in (NUMBER, FORMULA):
+    if roles.answer is not None and form in (forms.NUMBER, forms.FORMULA):
         texts = [(number, gold_answer(gold) or "") for number, gold in enumerate(roles.answer.values)]
         if wishes.decimal is None and decimal_marks(texts).certain != "point":
             raise _ambiguous_mark(roles.answer.name)
@@ -525,7 +455,7 @@ def write_first_recipe(
     # A completion is written as the table is.
     marks = replace(wishes, decimal=wishes.decimal or source.decimal)
     proposal = proposed(table, path, marks)
-    if marks.decimal is None and are_cells and proposal.task == NUMBER.task:
+    if marks.decimal is None and are_cells and proposal.task == forms.NUMBER.task:
         answer = proposal.dataset.get("columns", {}).get("answer", "answer")
         as_commas = read(replace(source, decimal="comma"), Keys("path", "split")).table
         if (table.features[answer].dtype, as_commas.features[answer].dtype) == ("float64", "int64"):

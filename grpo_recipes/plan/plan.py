@@ -12,14 +12,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.checks import packages
-from grpo_recipes.checks.checks import (
-    Machine,
-    check,
-    check_model_exists,
-    dry_config,
-    model_positions,
-    precision_of,
-)
+from grpo_recipes.checks.checks import Machine, check, check_model_exists, dry_config, model_positions, precision_of
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.checks.rewards import describe_rewards, prefilled_notes
@@ -99,7 +92,7 @@ class Plan:
             "geometry": self.geometry.as_dict(),
             **({"tools": [tool.name for tool in self.toolset.all_tools]} if self.toolset else {}),
             "epoch": self.geometry.epoch(self.prompts, longest) if isinstance(self.prompts, int) else None,
-            "prompts": self.shown.as_dict() if self.shown else None,
+            "prompts": asdict(self.shown) if self.shown else None,
             **self.run.as_dict(),
             "precision": {**asdict(self.precision), "updated": self.precision.updated, "surviving": self.surviving},
             "unknown": [reason for reason in (self.prompts, self.run.memory) if isinstance(reason, str)],
@@ -185,7 +178,7 @@ def _rewards_and_tools(recipe: Recipe, build: bool) -> tuple[Sequence[BuiltRewar
 
 
 def _prompts(recipe: Recipe, machine: Machine, build: bool, notes: list[str]) -> tuple[int | str, PromptReport | None]:
-    """Return the number of prompts, or why it is unknown, and a report. Add notes on golds, tags and sampling."""
+    """Return the number of prompts, or why it is unknown, and a report. Add notes on golds, tags and lengths."""
     try:
         checked = check(recipe, machine, call_factories=build)
         shown = prompt_report(recipe, checked.train_dataset, checked.toolset)
@@ -206,20 +199,14 @@ def _prompts(recipe: Recipe, machine: Machine, build: bool, notes: list[str]) ->
         notes.append(
             f"about {share} of the rows are held out, and no evaluation reads them: set `eval_strategy: steps`"
         )
-    notes += _position_notes(recipe, longest or 0)
+    positions, completion = model_positions(recipe), recipe.config.max_completion_length
+    if positions is not None and (longest or 0) + completion > positions:
+        notes.append(
+            f"`max_completion_length` {completion:,} after a prompt of {longest or 0:,} tokens needs "
+            f"{(longest or 0) + completion:,} positions, and the model was made for {positions:,} "
+            "(`max_position_embeddings`): lower it"
+        )
     return len(checked.train_dataset), shown
-
-
-def _position_notes(recipe: Recipe, longest: int) -> list[str]:
-    """Return a note if the longest prompt and completion have more tokens than the model has positions."""
-    positions = model_positions(recipe)
-    needed = longest + recipe.config.max_completion_length
-    if positions is None or needed <= positions:
-        return []
-    return [
-        f"`max_completion_length` {recipe.config.max_completion_length:,} after a prompt of {longest:,} tokens needs "
-        f"{needed:,} positions, and the model was made for {positions:,} (`max_position_embeddings`): lower it"
-    ]
 
 
 def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:

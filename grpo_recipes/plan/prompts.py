@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -99,10 +98,6 @@ class PromptReport:
         head = [f"  prompt lengths  {lengths}", f"  first prompt    {first}"]
         return head, [_INDENT + line for line in self.text.split("\n")]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry for `plan --json`."""
-        return asdict(self)
-
 
 def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | None = None) -> PromptReport:
     """Return the report on a dataset.
@@ -113,13 +108,13 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
     first, template_kwargs = dataset[0]["prompt"], recipe.config.chat_template_kwargs or {}
     name = tokenizer_source(recipe.model["model_name_or_path"])
     try:
-        local_only = Path(name).exists() or not hub_answers()
-        tokenizer = load_tokenizer(recipe, local_only=local_only)
+        tokenizer = load_tokenizer(recipe, local_only=Path(name).exists() or not hub_answers())
     except TokenizerUnavailable as error:
         if Path(name).exists():
             raise
         place = error.place.removeprefix(f"{recipe.source}: ")
-        return PromptReport(_as_messages(first), None, None, sentence(place, error.problem, error.fix))
+        text = first if isinstance(first, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in first)
+        return PromptReport(text, None, None, sentence(place, error.problem, error.fix))
     check_chat_template(recipe, tokenizer, first)
     tools = None
     if toolset is not None:
@@ -133,11 +128,4 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
             check_one_fits(lengths, limit)
         tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs, tools)[0])
         text = first_prompt(dataset, tokenizer, template_kwargs, tools)
-    summary = Lengths.of(lengths, len(dataset), limit)
-    return PromptReport(text, tokens, summary, None)
-
-
-def _as_messages(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return PromptReport(text, tokens, Lengths.of(lengths, len(dataset), limit), None)

@@ -13,7 +13,7 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import recipe_prompts
-from grpo_recipes.plan import init
+from grpo_recipes.plan import forms, init
 from grpo_recipes.plan.init import Proposal, Wishes, proposed, write_first_recipe
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from grpo_rewards.math.golds import gold_answer
@@ -469,4 +469,4 @@ def test_the_recipe_has_the_name_of_the_table(path: str, file: str) -> None:
 
 
 def test_the_tasks_of_the_command_line_are_those_of_the_forms() -> None:
-    assert set(cli.TASKS) == set(init.TASKS)
+    assert set(cli.TASKS) == set(forms.TASKS)

@@ -52,12 +52,11 @@ def calculator(expression: str) -> str:
         raise ToolError("this is not an arithmetic expression") from error
     try:
         value = _value(tree.body)
-        is_finite = abs(value) < float("inf")
     except ZeroDivisionError as error:
         raise ToolError("division by zero") from error
     except OverflowError:
-        is_finite = False
-    if not is_finite:
+        value = float("inf")
+    if not abs(value) < float("inf"):  # also if it is NaN
         raise ToolError("the result is too large")
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
@@ -128,5 +127,4 @@ class GuessNumber:
             return 1.0 / (1.0 + 0.1 * self.guesses.index(self.number))
         if not self.guesses:
             return 0.0
-        closest = min(abs(guess - self.number) for guess in self.guesses)
-        return 0.2 / (1.0 + closest)
+        return 0.2 / (1.0 + min(abs(guess - self.number) for guess in self.guesses))

@@ -181,10 +181,15 @@ class ToolLoop:
         return values(rows)
 
     def _answer(self, rows: Sequence[Row]) -> list[Row]:
-        """Run the calls of `rows`, append their results, and return the rows that have another turn."""
+        """Run the calls of `rows`, append their results, and return the rows that have another turn.
+
+        The calls of a row are run only if one token of each result fits.
+        """
         running = []
         for row in rows:
-            if self._has_room(row):
+            # A digit, because the line breaks around an empty result may merge into one token.
+            least = [tool_message(call.name, "0") for call in row.calls]
+            if len(self.render(least)) <= row.room(self.limits):
                 running.append(row)
             else:
                 row.ending = "no room"
@@ -192,12 +197,6 @@ class ToolLoop:
         for row, results in zip(running, found, strict=True):
             self._append_results(row, results)
         return [row for row in running if row.ending == "answered"]
-
-    def _has_room(self, row: Row) -> bool:
-        """Return True if one token of the result of each call fits."""
-        # A digit, because the line breaks around an empty result may merge into one token.
-        least = [tool_message(call.name, "0") for call in row.calls]
-        return len(self.render(least)) <= row.room(self.limits)
 
     def _append_results(self, row: Row, results: Sequence[Result]) -> None:
         """Append the results to a row, or end the row if they have to be cut or do not fit."""
@@ -227,8 +226,7 @@ class ToolLoop:
     def _next_turn(self, rows: Sequence[Row], count: int) -> None:
         """Generate the next turn of `rows`, with as many prompts as the rank with most rows. Collective."""
         contexts = [row.context() for row in rows]
-        prompts = contexts + [[self.padding] for _ in range(count - len(rows))]
-        completions, log_probs = self.generate(prompts)
+        completions, log_probs = self.generate(contexts + [[self.padding] for _ in range(count - len(rows))])
         for number, row in enumerate(rows):  # the padding's completions are discarded
             left = self.limits.completion - len(row.completion)
             ids = list(completions[number])[:left]
@@ -312,9 +310,9 @@ class _TurnParser(ResponseParser):
         before = list(self._output.get(CALLS, ()))
         try:
             super()._close_current(events)
-            new = self._output.get(CALLS, [])[len(before) :]
-            if field != CALLS or all(_is_call(call) for call in new):
-                return
+            if field == CALLS:
+                trl_templates._validate_tool_calls(self._output.get(CALLS, [])[len(before) :])
+            return
         except (ValueError, TypeError, KeyError, RecursionError):
             if field != CALLS:
                 raise
@@ -322,15 +320,6 @@ class _TurnParser(ResponseParser):
         # A mapping, because rewards look arguments up by their names.
         malformed = {"type": "function", "function": {"name": name, "arguments": {UNREAD: text}}}
         self._output[CALLS] = [*before, malformed]
-
-
-def _is_call(call: Any) -> bool:
-    """Return True if TRL takes this for a call."""
-    try:
-        trl_templates._validate_tool_calls([call])
-    except ValueError:
-        return False
-    return True
 
 
 def tool_message(name: str, content: Any) -> Message:

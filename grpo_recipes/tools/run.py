@@ -201,8 +201,7 @@ class ToolRunner:
         for call, arguments in calls:
             assert call.function is not None
             if inspect.iscoroutinefunction(call.function):
-                task = asyncio.run_coroutine_threadsafe(_awaited(call.function, arguments), self._loop)
-                futures.append(task)
+                futures.append(asyncio.run_coroutine_threadsafe(_awaited(call.function, arguments), self._loop))
             else:
                 futures.append(_THREADS.submit(_called, call.function, arguments))
         return [self._answer(call, future, begun) for (call, _), future in zip(calls, futures, strict=True)]
@@ -221,10 +220,9 @@ class ToolRunner:
             return self._result(call, text, seconds=seconds)
         kind, text = type(error).__name__, str(error)
         described = f"{kind}: {text}" if text.strip() else kind
+        mistake, fault = (described, "") if isinstance(error, ToolError) else ("", described)
         content = _error(text if text.strip() else kind)
-        if isinstance(error, ToolError):
-            return self._result(call, content, mistake=described, seconds=seconds)
-        return self._result(call, content, fault=described, seconds=seconds)
+        return self._result(call, content, mistake=mistake, fault=fault, seconds=seconds)
 
     def _abandon(self, call: Call, future: Future[_Answer], seconds: float) -> Result:
         if not future.cancel():  # an async call is cancelled
@@ -312,11 +310,10 @@ class FailureWindow:
 
 def _or_null(keyword: str) -> Callable[..., Iterator[Any]]:
     """Return jsonschema's check of a keyword, passed by None where `get_json_schema` has marked an `Optional`."""
-    stock = Draft202012Validator.VALIDATORS[keyword]
 
     def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
         if not (instance is None and schema.get("nullable")):
-            yield from stock(validator, value, instance, schema) or ()
+            yield from Draft202012Validator.VALIDATORS[keyword](validator, value, instance, schema) or ()
 
     return check
 

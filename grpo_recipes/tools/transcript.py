@@ -162,8 +162,6 @@ class Proof:
             return Fault(row.number, 0, f"the mask has {len(row.mask)} values for {len(row.completion)} tokens")
         if odd := set(row.mask) - {0, 1}:
             return Fault(row.number, 0, f"the mask holds {min(odd)}, which is neither 0 nor 1")
-        if with_messages and (fault := self._prompt_fault(row)):
-            return fault
         return next(self._faults(row, with_messages), None)
 
     def covers(self, row: Transcript) -> bool:
@@ -206,19 +204,16 @@ class Proof:
                 return Fault(row.number, length, "the tool result and the turn that was sampled after it are missing")
         return None
 
-    def _prompt_fault(self, row: Transcript) -> Fault | None:
-        if row.prompt_messages is None:
-            return None
-        expected, ids = tuple(self.render_prompt(row.prompt_messages, row.tools)), tuple(row.prompt)
-        if expected == ids:
-            return None
-        _, what = self._difference(expected, ids, "rendered")
-        return Fault(row.number, 0, f"the prompt is not the template's rendering of its messages and tools: {what}")
-
-    # ---- the segments of a row
+    # ---- the prompt and the segments of a row
 
     def _faults(self, row: Transcript, with_messages: bool) -> Iterator[Fault]:
         """Yield the faults of a row, in the order of its tokens."""
+        if with_messages and row.prompt_messages is not None:
+            expected, ids = tuple(self.render_prompt(row.prompt_messages, row.tools)), tuple(row.prompt)
+            if expected != ids:
+                _, what = self._difference(expected, ids, "rendered")
+                what = f"the prompt is not the template's rendering of its messages and tools: {what}"
+                yield Fault(row.number, 0, what)
         segments = row.segments()
         groups = grouped(row.messages or ())
         for place, segment in enumerate(segments):
@@ -240,8 +235,7 @@ class Proof:
         """Yield the fault of a turn that a tool result follows though it has not ended, or of a turn that is lost."""
         for segment, _ in pairwise(segments):
             if segment.is_sampled and not self.ends(list(row.completion[segment.start : segment.stop])):
-                what = "a tool result follows a turn without its end token"
-                yield Fault(row.number, segment.stop, what)
+                yield Fault(row.number, segment.stop, "a tool result follows a turn without its end token")
         length = len(row.completion)
         is_open = bool(segments) and not segments[-1].is_sampled and length < self.longest
         if is_open and any(self.turns.of(row.context(length))):

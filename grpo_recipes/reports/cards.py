@@ -42,10 +42,9 @@ def cards(run: Run) -> list[Card]:
         title, parts = f"Stopped the run: {row['reward']} could not score it", [TurnPart("text", 1, row["completion"])]
         made.append(Card(title, row["step"] or 0, row["prompt"], parts))
     chosen = _chosen(run.rows)
-    if chosen:
-        table = run.texts(run.rows.loc[list(chosen)])
-        for title, (_, row) in zip(chosen.values(), table.iterrows(), strict=True):
-            made.append(_card(run, title, row))
+    table = run.texts(run.rows.loc[list(chosen)])
+    for title, (_, row) in zip(chosen.values(), table.iterrows(), strict=True):
+        made.append(_card(run, title, row))
     return made
 
 

@@ -18,7 +18,6 @@ from markupsafe import Markup
 from grpo_recipes.evaluation.estimates import Estimate
 from grpo_recipes.reports import progress_checks, reward_checks, tool_checks, update_checks
 from grpo_recipes.reports.run import Run, Series, spread
-from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_recipes.tools import UNKNOWN
 from grpo_rewards.errors import shortened
 from grpo_rewards.terminal import visible
@@ -218,7 +217,7 @@ def _rewards(runs: Sequence[Run]) -> Iterator[Chart]:
 def _accuracy(runs: Sequence[Run]) -> Iterator[Chart]:
     """Yield a chart of the accuracy before and after training, and one of the accuracy in evaluations during it."""
     strict, passing = "Right and in the required format.", "Completions that pass a correctness reward."
-    measured = {(ACCURACY, strict): _before_and_after, (IN_TRAINING, passing): Run.held_out_accuracy}
+    measured = {(ACCURACY, strict): Run.strict_accuracy, (IN_TRAINING, passing): Run.held_out_accuracy}
     for (title, note), shares_of in measured.items():
         lines = []
         for hue, run in enumerate(runs):
@@ -227,15 +226,6 @@ def _accuracy(runs: Sequence[Run]) -> Iterator[Chart]:
                 lines.append(Line(series, _label(runs, hue), f"c{hue % HUES} d0", [share for _, share in shares]))
         if lines:
             yield Chart(title, "share right", f"{note} Whiskers: 95 % intervals.", lines)
-
-
-def _before_and_after(run: Run) -> list[tuple[int, Estimate]]:
-    """Return the strict accuracy of the evaluations before and after training, each with its step."""
-    shares = []
-    for label, step in ((BEFORE, 0), (AFTER, run.log.last_step)):
-        if "strict" in (evaluation := run.evaluations.get(label, {})):
-            shares.append((step, Estimate.from_dict(evaluation["strict"])))
-    return shares
 
 
 def _label(runs: Sequence[Run], hue: int, label: str = "") -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from grpo_recipes.reports.run import Run, RunReward, Series
-from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.registry import BuiltReward
 
 NEAR_BEST = 0.9
@@ -100,16 +99,10 @@ def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:
     return is_solved(run, share) or (highest is not None and reward.end >= share * highest)
 
 
-def strict_shares(run: Run) -> list[Mapping[str, float]]:
-    """Return the strict accuracy before and after training, as far as it was measured."""
-    evaluations = [run.evaluations[label] for label in (BEFORE, AFTER) if label in run.evaluations]
-    return [evaluation["strict"] for evaluation in evaluations if "strict" in evaluation]
-
-
 def strict_accuracy_rises(run: Run) -> bool:
     """Return True if the interval of strict accuracy after training lies above the one before."""
-    strict = strict_shares(run)
-    return len(strict) == 2 and strict[1]["low"] > strict[0]["high"]
+    strict = [share for _, share in run.strict_accuracy()]
+    return len(strict) == 2 and strict[1].low > strict[0].high
 
 
 # ---- The cost of a problem

@@ -137,10 +137,11 @@ class Preview:
             rows = self.rows[self.rows["prompt"] == number]
             title = f"prompt {number + 1}: {rows['prompt_tokens'].iloc[0]} tokens, exactly as the model sees it"
             parts += ["", Cell(title, "head"), *_indented(prompt)]
-            for _, row in _extremes(rows).iterrows():
+            ranked = rows.drop_duplicates(["text", "turns"]).sort_values("total", ascending=False, kind="stable")
+            best_middle_worst = ranked.iloc[sorted({0, len(ranked) // 2, len(ranked) - 1})]
+            for _, row in best_middle_worst.iterrows():
                 parts += _completion(row)
-        parts += ["", self._rewards(), ""]
-        parts += [Labelled(label, text) for label, text in self._figures().items()]
+        parts += ["", self._rewards(), "", *self._figures()]
         return [*parts, *(Labelled("what follows", sentence) for sentence in self.findings())]
 
     def _rewards(self) -> Table:
@@ -156,28 +157,23 @@ class Preview:
         head = ("reward", "weight", "mean", "full score", "no score", "varies in")
         return Table(rows, head, frozenset({1, 2, 3, 4, 5}))
 
-    def _figures(self) -> dict[str, str]:
-        lengths, count = self.rows["tokens"], len(self.prompts)
+    def _figures(self) -> Iterator[Labelled]:
+        """Yield the figures of the sample for the terminal."""
+        lengths, flat = self.rows["tokens"], f"{self.is_flat.sum()} of {len(self.prompts)} groups"
         share = mean_share(self.is_flat.astype(float).tolist(), clusters=list(self.prompts))
-        return {
-            "zero variance": f"{self.is_flat.sum()} of {count} groups (95 % interval {share.low:.0%} to "
-            f"{share.high:.0%}): their advantages are 0",
-            "completions": f"{lengths.min()} to {lengths.max()} tokens, mean {lengths.mean():.0f}; "
-            f"{self.rows['cut'].sum()} of {len(lengths)} are cut at `max_completion_length`",
-            "time": f"{duration(self.seconds_per_completion)} per completion, for generation and rewards",
-        }
+        interval = f"95 % interval {share.low:.0%} to {share.high:.0%}"
+        yield Labelled("zero variance", f"{flat} ({interval}): their advantages are 0")
+        tokens = f"{lengths.min()} to {lengths.max()} tokens, mean {lengths.mean():.0f}"
+        cut = f"{self.rows['cut'].sum()} of {len(lengths)} are cut at `max_completion_length`"
+        yield Labelled("completions", f"{tokens}; {cut}")
+        time = f"{duration(self.seconds_per_completion)} per completion, for generation and rewards"
+        yield Labelled("time", time)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the preview for `--json`."""
         turns = [[asdict(turn) for turn in row] for row in self.rows["turns"]]
         text = self.rows.assign(turns=turns).to_json(orient="records", double_precision=15, default_handler=str)
         return {"prompts": list(self.prompts), "completions": json.loads(text), "findings": self.findings()}
-
-
-def _extremes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the completions with the highest, the middle and the lowest total, of different content."""
-    ranked = rows.drop_duplicates(["text", "turns"]).sort_values("total", ascending=False, kind="stable")
-    return ranked.iloc[sorted({0, len(ranked) // 2, len(ranked) - 1})]
 
 
 def _completion(row: pd.Series) -> Iterator[Part]:

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from grpo_recipes.reports.checking import (
-    MOVING_PROMPTS,
-    NEAR_BEST,
-    DoesNotApply,
-    Finding,
-    NoData,
-    cost,
-    cost_after,
-    highest_total,
-    is_near_best,
-    logged,
-    strict_accuracy_rises,
-    strict_shares,
-    too_few,
-    trending,
-)
+from grpo_recipes.evaluation.estimates import Estimate
+from grpo_recipes.reports import checking
+from grpo_recipes.reports.checking import DoesNotApply, Finding, NoData
 from grpo_recipes.reports.run import Run, Series
 
 TRUNCATED_LIMIT = 0.25
@@ -56,29 +43,29 @@ def plateau(run: Run) -> Finding | str:
     The reward must be known well enough to exclude a rise of 10 % of its highest value. Neither another reward nor a
     held-out one may rise in the same steps, and no more than half of the groups may be without variance at the end.
     """
-    reward = logged(run, "reward")
+    reward = checking.logged(run, "reward")
     if len(reward) < PLATEAU_POINTS:
-        raise too_few("reward", str(PLATEAU_POINTS))
+        raise checking.too_few("reward", str(PLATEAU_POINTS))
     if run.log.last_step < PLATEAU_STEPS:
         raise NoData(f"the run has fewer than {PLATEAU_STEPS} steps")
     late = reward.after(reward.steps[int(len(reward) * (1 - PLATEAU_SHARE)) - 1])
     change = f"in the second half of the run the reward goes {late.change()}"
     if better := _better(run, late.steps[0] - 1):
         return f"in the second half of the run {better}"
-    if is_near_best(run, PLATEAU_NEAR_BEST):
+    if checking.is_near_best(run, PLATEAU_NEAR_BEST):
         return f"{change}, and has little room to rise"
     # If the highest pay is unknown, the best of the logged completions may be it: NaN, if none was logged.
-    if highest_total(run.rewards) is None and reward.end >= PLATEAU_NEAR_BEST * run.rows["total"].max() > 0:
+    if checking.highest_total(run.rewards) is None and reward.end >= PLATEAU_NEAR_BEST * run.rows["total"].max() > 0:
         return f"{change}, which is near the best that any logged completion earned"
     if run.series("frac_reward_zero_std").end >= SOLVED_LIMIT:
         return f"{change}, because most groups have no variance"
     if run.recipe.get("sampling"):
-        raise NoData(MOVING_PROMPTS)
+        raise NoData(checking.MOVING_PROMPTS)
     is_slow_rise = reward.trend > 0 and late.end - late.start >= LATE_RISE_LIMIT * (reward.end - reward.start)
     if is_slow_rise or not _excludes_gain(run, late):
         return f"{change}, which may be a rise within its noise"
     step = _plateau_begins(reward, late)
-    return Finding(step, GAIN_LIMIT, {**late.ends, **cost_after(run, step)}).saying(
+    return Finding(step, GAIN_LIMIT, {**late.ends, **checking.cost_after(run, step)}).saying(
         "the reward has not risen since step {step}, and goes from {start:.2f} to {end:.2f} in the second half of the "
         "run: {lost:.0%} of the run's {unit} come after step {since}; end the run there, or change what may limit it "
         "(the prompts' difficulty, `learning_rate`, `beta`)"
@@ -100,7 +87,8 @@ def overfitting(run: Run) -> Finding | str:
 
     The held-out reward is flat below a quarter of the training reward's rise, and the accuracy below 5 points.
     """
-    trained, held_out, strict = trending(run, "reward"), run.series("eval_reward"), strict_shares(run)
+    trained, held_out = checking.trending(run, "reward"), run.series("eval_reward")
+    strict = [share for _, share in run.strict_accuracy()]
     if not held_out.has_trend and len(strict) < 2:
         raise NoData("neither four evaluations during training nor one before and one after")
     if trained.trend <= 0:
@@ -109,16 +97,16 @@ def overfitting(run: Run) -> Finding | str:
     figures = {"start": trained.start, "end": trained.end, "held_out_start": None, "held_out_end": None}
     if held_out.has_trend:
         figures |= {"held_out_start": held_out.start, "held_out_end": held_out.end}
-    change = " to ".join(f"{share['value']:.3f}" for share in strict)
-    accuracies = {"accuracies": [share["value"] for share in strict]}
+    change = " to ".join(f"{share.value:.3f}" for share in strict)
+    accuracies = {"accuracies": [share.value for share in strict]}
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
-        return Finding(held_out.last_step, None, {**figures, **cost_after(run, best)}).saying(
+        return Finding(held_out.last_step, None, {**figures, **checking.cost_after(run, best)}).saying(
             f"{rises} the held-out reward falls {held_out.change()} by step {{step}}: it was best at step {{since}}, "
             "and {lost:.0%} of the run's {unit} come after step {since}; use a checkpoint near it, and train on more "
             "prompts"
         )
-    if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
+    if len(strict) == 2 and strict[1].high < strict[0].low:
         return Finding(trained.last_step, None, {**figures, **accuracies}).saying(
             f"{rises} {accuracy} falls from {change} by step {{step}}: all of the run's tokens made it worse; train on "
             "more prompts, or with a lower `learning_rate`, and evaluate during training (`eval_strategy: steps`)"
@@ -129,7 +117,7 @@ def overfitting(run: Run) -> Finding | str:
     elif _is_flat_accuracy(held_out, strict):
         step, flat, limit = trained.steps[0], f"{accuracy} stays flat, from {change}", ACCURACY_GAIN
     if flat:
-        return Finding(step, limit, {**figures, **accuracies, **cost_after(run, step)}).saying(
+        return Finding(step, limit, {**figures, **accuracies, **checking.cost_after(run, step)}).saying(
             f"{rises} {flat}: {{lost:.0%}} of the run's {{unit}} come after step {{since}}; train on more prompts, or "
             "end the run earlier"
         )
@@ -143,34 +131,34 @@ def _is_flat_reward(run: Run, trained: Series, held_out: Series) -> bool:
 
     It is not flat if the evaluations are too noisy to show a rise of that size, or have no room to rise.
     """
-    highest = highest_total(run.rewards)
-    if not held_out.has_trend or held_out.trend > 0 or (highest and held_out.end >= NEAR_BEST * highest):
+    highest = checking.highest_total(run.rewards)
+    if not held_out.has_trend or held_out.trend > 0 or (highest and held_out.end >= checking.NEAR_BEST * highest):
         return False
     since = trained.after(held_out.steps[0] - 1)
     rise = since.end - since.start
     return since.trend > 0 and held_out.margin < rise and held_out.end - held_out.start < HELD_OUT_LIMIT * rise
 
 
-def _is_flat_accuracy(held_out: Series, strict: Sequence[Mapping[str, float]]) -> bool:
+def _is_flat_accuracy(held_out: Series, strict: Sequence[Estimate]) -> bool:
     """Return True if the intervals of strict accuracy exclude a gain.
 
     A held-out reward that rises, or an accuracy that can't gain as much, is no sign of overfitting.
     """
     if len(strict) < 2 or held_out.trend > 0:
         return False
-    return strict[0]["high"] <= 1 - ACCURACY_GAIN and strict[1]["high"] - strict[0]["low"] <= ACCURACY_GAIN
+    return strict[0].high <= 1 - ACCURACY_GAIN and strict[1].high - strict[0].low <= ACCURACY_GAIN
 
 
 def entropy_collapse(run: Run) -> Finding | str:
     """Look for a policy whose entropy falls below a tenth of its start."""
-    entropy = trending(run, "entropy")
+    entropy = checking.trending(run, "entropy")
     change = f"{entropy.change(3)} nats per token"
     if entropy.trend >= 0 or entropy.end >= ENTROPY_LIMIT * entropy.start:
         return f"entropy goes {change}"
-    if is_near_best(run):
+    if checking.is_near_best(run):
         return f"entropy goes {change}, and nearly all is solved"
     step = entropy.first_step(lambda value: value < ENTROPY_LIMIT * entropy.start)
-    return Finding(step, ENTROPY_LIMIT * entropy.start, {**entropy.ends, **cost_after(run, step)}).saying(
+    return Finding(step, ENTROPY_LIMIT * entropy.start, {**entropy.ends, **checking.cost_after(run, step)}).saying(
         "entropy falls from {start:.3f} to {end:.3f} nats per token, below a tenth from step {step}: the policy has "
         "stopped exploring, and {lost:.0%} of the run's {unit} come after step {since}; lower `learning_rate`, raise "
         "`temperature` or `epsilon_high`, or add a KL term (`beta`)"
@@ -179,7 +167,7 @@ def entropy_collapse(run: Run) -> Finding | str:
 
 def length_into_cap(run: Run) -> Finding | str:
     """Look for completions that grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
-    lengths, cap = trending(run, "completions/mean_length"), run.config.get("max_completion_length")
+    lengths, cap = checking.trending(run, "completions/mean_length"), run.config.get("max_completion_length")
     if not run.config:
         raise NoData("no `run.json` holds `max_completion_length`")
     if cap is None:
@@ -199,14 +187,14 @@ def length_without_gain(run: Run) -> Finding | str:
 
     The reward must be known well enough to exclude a rise of 10 % of its highest value.
     """
-    lengths, reward = trending(run, "completions/mean_length"), trending(run, "reward")
+    lengths, reward = checking.trending(run, "completions/mean_length"), checking.trending(run, "reward")
     grow, change = f"completions go {lengths.change(0)} tokens", f"the reward goes {reward.change()}"
     if not _grow(lengths):
         return grow
     if better := _better(run, -1):
         return f"{grow}, and {better}"
     if run.recipe.get("sampling"):
-        raise NoData(MOVING_PROMPTS)
+        raise NoData(checking.MOVING_PROMPTS)
     if not _excludes_gain(run, reward):
         return f"{grow}, and {change}, which may be noise"
     step = lengths.first_step(lambda value: value >= GROWTH_LIMIT * lengths.start)
@@ -230,7 +218,7 @@ def _growth(lengths: Series) -> float:
 
 def truncated(run: Run) -> Finding | str:
     """Look for more than a quarter of the completions cut off at the cap at the end of the run."""
-    share = trending(run, "completions/clipped_ratio")
+    share = checking.trending(run, "completions/clipped_ratio")
     if share.end <= TRUNCATED_LIMIT:
         return f"{share.end:.0%} of the completions are cut off at the end of the run (limit {TRUNCATED_LIMIT:.0%})"
     masked = "end the run earlier"
@@ -242,7 +230,7 @@ def truncated(run: Run) -> Finding | str:
     if cap and lengths.steps == share.steps:
         pairs = zip(share.values, lengths.values, strict=True)
         tokens = Series(share.steps, [clipped * cap / max(length, 1.0) for clipped, length in pairs])
-    return Finding(share.last_step, TRUNCATED_LIMIT, {"share": share.end, **cost(run, tokens)}).saying(
+    return Finding(share.last_step, TRUNCATED_LIMIT, {"share": share.end, **checking.cost(run, tokens)}).saying(
         "{share:.0%} of the completions are cut off at `max_completion_length` by step {step}, and an answer behind "
         f"the cut is lost: {{lost:.0%}} of the run's {{unit}} are in such completions; raise it, or {masked}"
     )
@@ -250,7 +238,7 @@ def truncated(run: Run) -> Finding | str:
 
 def _excludes_gain(run: Run, reward: Series) -> bool:
     """Return True if a series of rewards excludes a rise of 10 % of the highest value."""
-    highest = highest_total(run.rewards) or max(abs(value) for value in reward.values)
+    highest = checking.highest_total(run.rewards) or max(abs(value) for value in reward.values)
     return reward.end - reward.start + reward.margin < GAIN_LIMIT * highest
 
 
@@ -262,4 +250,4 @@ def _better(run: Run, step: int) -> str:
         late = series.after(step)
         if late.trend > 0:
             return f"{name} rises {late.change()}"
-    return "strict accuracy rises" if strict_accuracy_rises(run) else ""
+    return "strict accuracy rises" if checking.strict_accuracy_rises(run) else ""

@@ -46,22 +46,19 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     evaluations = [evaluation for run in runs for evaluation in run.evaluations.values()]
     strict = [evaluation["settings"].get("strict") for evaluation in evaluations]
     accuracies = [chart for section in drawn for chart in section.charts if chart.title == ACCURACY]
-    text = (
-        environment()
-        .get_template("report.html")
-        .render(
-            style=Markup(style),
-            policy=policy(style),
-            title=" and ".join(run.name for run in runs),
-            named=len(runs) > 1,
-            runs=described,
-            sections=drawn,
-            first=accuracies[0] if accuracies and len(runs) == 1 else None,  # the chart beside the answer
-            many=any(evaluation.get("pass_at") for evaluation in evaluations),
-            has_rewards=any(evaluation.get("rewards") for evaluation in evaluations),
-            requirements="; ".join(sorted({accuracy.describe(rewards) for rewards in strict if rewards})),
-            made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        )
+    template = environment().get_template("report.html")
+    text = template.render(
+        style=Markup(style),
+        policy=policy(style),
+        title=" and ".join(run.name for run in runs),
+        named=len(runs) > 1,
+        runs=described,
+        sections=drawn,
+        first=accuracies[0] if accuracies and len(runs) == 1 else None,  # the chart beside the answer
+        many=any(evaluation.get("pass_at") for evaluation in evaluations),
+        has_rewards=any(evaluation.get("rewards") for evaluation in evaluations),
+        requirements="; ".join(sorted({accuracy.describe(rewards) for rewards in strict if rewards})),
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
     for chart in accuracies:
         write_atomically(folder / "evaluation.svg", chart.svg(_css("chart.css")))
@@ -203,7 +200,10 @@ def _facts(run: Run) -> dict[str, str]:
     prompts = f"{record['train_prompts']:,} prompts" if isinstance(record.get("train_prompts"), int) else ""
     versions = record.get("versions") or {}
     names = [name for name in ("grpo-recipes", "trl", "transformers", "torch") if name in versions]
-    tokens, seconds = run.series("num_tokens"), _seconds(run)
+    tokens, times = run.series("num_tokens"), run.series("step_time")
+    # Each entry of the log has the mean time of the steps since the one before.
+    spans = [step - before for before, step in zip([0, *times.steps], times.steps, strict=False)]
+    seconds = math.fsum(span * time for span, time in zip(spans, times.values, strict=True) if span > 0)
     facts = {
         "Model": _last_part(run.recipe.get("model_name_or_path", "")),
         "Data": ", ".join(filter(None, [data, prompts])),
@@ -228,13 +228,6 @@ def _state(run: Run) -> str:
         unknown = "" if run.fault or run.log.has_ended else " No cause was recorded: its process was probably killed."
         return f"This run was stopped at {progress}.{unknown}"
     return ""
-
-
-def _seconds(run: Run) -> float:
-    """Return the time of all optimizer steps, from the mean time of a step at each log entry."""
-    times = run.series("step_time")
-    spans = [step - before for before, step in zip([0, *times.steps], times.steps, strict=False)]
-    return math.fsum(span * time for span, time in zip(spans, times.values, strict=True) if span > 0)
 
 
 def _last_part(path: Any) -> str:

@@ -8,20 +8,8 @@ from contextlib import suppress
 import pandas as pd
 
 from grpo_recipes.evaluation.accuracy import judging_reward, single_specs
-from grpo_recipes.reports.checking import (
-    MOVING_PROMPTS,
-    DoesNotApply,
-    Finding,
-    NoData,
-    cost,
-    cost_after,
-    highest_total,
-    is_solved,
-    judges_correctness,
-    strict_accuracy_rises,
-    too_few,
-    trending,
-)
+from grpo_recipes.reports import checking
+from grpo_recipes.reports.checking import DoesNotApply, Finding, NoData
 from grpo_recipes.reports.run import Run, RunReward, Series
 from grpo_rewards.registry import BuiltReward, RewardSpecError, attribute_name
 from grpo_rewards.reward import is_passing
@@ -56,7 +44,7 @@ def format_without_correctness(run: Run) -> Finding | str:
         raise DoesNotApply("no reward judges the format alone")
     long = [(reward, means) for reward, means in formats if len(means) >= FORMAT_POINTS]
     if not long:
-        raise too_few(formats[0][0].name, str(FORMAT_POINTS))
+        raise checking.too_few(formats[0][0].name, str(FORMAT_POINTS))
     reward, means = next((one for one in long if one[1].trend > 0), long[0])
     if means.trend <= 0:
         return f"no format reward rises: `{reward.name}` goes {means.change()}"
@@ -67,19 +55,19 @@ def format_without_correctness(run: Run) -> Finding | str:
     for judge, risen in judges:
         if risen.trend > 0:
             return f"{rises}, and so does `{judge.name}`, {risen.change()}"
-    if is_solved(run):
+    if checking.is_solved(run):
         return f"{rises}, and correctness has little room to rise"
-    if not correctness and strict_accuracy_rises(run):
+    if not correctness and checking.strict_accuracy_rises(run):
         return f"{rises}, and so does strict accuracy"
     if run.recipe.get("sampling"):
         if run.series("eval_reward").trend > 0:
             return f"{rises}, and so does the held-out reward"
-        raise NoData(MOVING_PROMPTS)
+        raise NoData(checking.MOVING_PROMPTS)
     flat = "no reward pays a correct answer: the format can be earned without solving anything"
     if judges:
         known = [(judge, risen) for judge, risen in judges if risen.has_trend]
         if not known:
-            raise too_few(judges[0][0].name)
+            raise checking.too_few(judges[0][0].name)
         for judge, risen in known:
             # Correctness of a few completions is noisy. A rise of half the format's size does not show that it stays
             # flat, nor does one that is smaller by less than a standard error.
@@ -88,7 +76,7 @@ def format_without_correctness(run: Run) -> Finding | str:
         flat = "`{judge}` goes from {judge_start:.2f} to {judge_end:.2f}"
         figures |= {"judge": known[0][0].name, "judge_start": known[0][1].start, "judge_end": known[0][1].end}
     half = means.first_step(lambda value: value >= (means.start + means.end) / 2)
-    return Finding(means.last_step, FORMAT_SHARE, {**figures, **cost_after(run, half)}).saying(
+    return Finding(means.last_step, FORMAT_SHARE, {**figures, **checking.cost_after(run, half)}).saying(
         "`{reward}` rises from {start:.2f} to {end:.2f} by step {step}, while " + flat + ": {lost:.0%} of the run's "
         "{unit} come after step {since}, where half of the format is learnt; lower its `weight`, or pay it only with a "
         "right answer (`gate`)"
@@ -136,7 +124,7 @@ def zero_variance(run: Run) -> Finding | str:
 
     The completions of such a group all have one reward, so that their advantages are zero.
     """
-    share = trending(run, "frac_reward_zero_std")
+    share = checking.trending(run, "frac_reward_zero_std")
     most, place, limit = share.mean, "", FLAT_GROUPS_LIMIT
     if most <= limit and share.end <= SATURATED_LIMIT:
         return (
@@ -152,7 +140,7 @@ def zero_variance(run: Run) -> Finding | str:
         logged_groups = (
             f" (of those logged, {easy:.0%} are too easy: all earn much; {1 - easy:.0%} too hard: all earn little)"
         )
-    return Finding(step, limit, {"share": most, "easy": easy, **cost(run, share)}).saying(
+    return Finding(step, limit, {"share": most, "easy": easy, **checking.cost(run, share)}).saying(
         f"{{share:.0%}} of the groups have no variance in their rewards{place}, more than {{threshold:.0%}} first at "
         f"step {{step}}{logged_groups}: the policy gradient ignores {{lost:.0%}} of the run's {{unit}}; end the run "
         f"earlier, or use prompts of another difficulty{advice}"
@@ -182,7 +170,7 @@ def dominant_reward(run: Run) -> Finding | str:
         raise DoesNotApply("no reward is beside one of another kind that it must not dominate")
     columns = []
     for reward in run.rewards:
-        spread = trending(run, f"rewards/{reward.name}/std")
+        spread = checking.trending(run, f"rewards/{reward.name}/std")
         columns.append(pd.Series(dict(zip(spread.steps, spread.values, strict=True))) * reward.weight)
     variances = pd.concat(columns, axis=1).fillna(0.0) ** 2
     sums = variances.sum()
@@ -194,7 +182,7 @@ def dominant_reward(run: Run) -> Finding | str:
     if not is_unwanted or share <= VARIANCE_LIMIT:
         return f"the largest part of the rewards' variance is {share:.0%}, that of `{reward.name}`"
     is_dominated = (variances[place] > VARIANCE_LIMIT * variances.sum(axis=1)).astype(float)
-    wasted = cost(run, Series(is_dominated.index.tolist(), is_dominated.tolist()))
+    wasted = checking.cost(run, Series(is_dominated.index.tolist(), is_dominated.tolist()))
     advice = "lower its `weight`"
     if sums.drop(place).sum() == 0:  # no weight helps
         advice = "use prompts of which the policy solves some, because the other rewards are constant"
@@ -210,7 +198,7 @@ def no_answer_found(run: Run) -> Finding | str:
     keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
     found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
     if not found:
-        if run.rewards and not judges_correctness(run.rewards):
+        if run.rewards and not checking.judges_correctness(run.rewards):
             raise DoesNotApply("no reward compares answers")
         raise NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     name, shares = min(found.items(), key=lambda item: item[1].mean)
@@ -249,7 +237,7 @@ def earns_much(rows: pd.DataFrame, rewards: Sequence[RunReward | BuiltReward]) -
     logged = [is_passing(rows[f"pay/{one.name}"], one.passes_at) for one in judges if f"pay/{one.name}" in rows]
     if logged:
         return pd.concat(logged, axis=1).all(axis=1)
-    highest = highest_total(rewards)
+    highest = checking.highest_total(rewards)
     if highest is None:
         return None
     low, high = min(0.0, rows["total"].min()), max(highest, rows["total"].max())

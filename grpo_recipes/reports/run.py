@@ -475,6 +475,14 @@ class Run:
             yield start, batch
             start += len(batch)
 
+    def strict_accuracy(self) -> list[tuple[int, Estimate]]:
+        """Return the strict accuracy before and after training, as far as it was measured, each with its step."""
+        shares = []
+        for label, step in ((files.BEFORE, 0), (files.AFTER, self.log.last_step)):
+            if "strict" in (evaluation := self.evaluations.get(label, {})):
+                shares.append((step, Estimate.from_dict(evaluation["strict"])))
+        return shares
+
     def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
         """Return the accuracy of each evaluation during training, with its step.
 

@@ -37,16 +37,14 @@ class TurnPart:
     @property
     def label(self) -> str:
         """Heading of the part."""
-        match self.kind:
-            case "reasoning":
-                return f"Turn {self.turn}, reasoning"
-            case "text":
-                return f"Turn {self.turn}"
-            case "call":
-                return f"Turn {self.turn} calls {self.name}"
-            case "result":
-                return f"Result of {self.name}, not trained on"
-        return "Left out"
+        headings = {
+            "reasoning": f"Turn {self.turn}, reasoning",
+            "text": f"Turn {self.turn}",
+            "call": f"Turn {self.turn} calls {self.name}",
+            "result": f"Result of {self.name}, not trained on",
+            "gap": "Left out",
+        }
+        return headings[self.kind]
 
 
 def transcript(completion: Any) -> list[TurnPart]:
@@ -70,8 +68,7 @@ def limited(parts: Sequence[TurnPart], first: int, last: int) -> list[TurnPart]:
     """Return the first and the last parts, with a gap between them if there are more."""
     if len(parts) <= first + last + 1:
         return list(parts)
-    count = len(parts) - first - last
-    gap = TurnPart("gap", parts[first].turn, f"… {count:,} parts …")
+    gap = TurnPart("gap", parts[first].turn, f"… {len(parts) - first - last:,} parts …")
     return [*parts[:first], gap, *parts[len(parts) - last :]]
 
 

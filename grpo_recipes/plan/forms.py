@@ -135,7 +135,7 @@ PARTS = {
     OBJECT: ("text", "object"),
     CHOICE: ("question", "label"),
 }
-"""Names that a recipe gives the columns of the question and the answer, if these are not `question` and `answer`."""
+"""Names of the columns of question and answer in a recipe, for forms where they are not `question` and `answer`."""
 
 FORMS: Sequence[Form] = (CODE, NUMBER, FORMULA, LABEL, OBJECT, WORDS, TEXT)
 """Forms of a column of answers, the most specific first."""

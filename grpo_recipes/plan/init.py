@@ -1,7 +1,7 @@
 """First recipe for a table, by the names of its columns and the form of its answers (`grpo-recipes init`).
 
-Only what is certain is proposed. Anything else raises `UserError`, which names the options that decide: a recipe with
-the wrong column would train on it without a sign.
+Only what is certain is proposed. Anything else raises `UserError`, which names the options that decide. A guess could
+train on the wrong column, and nothing would show it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ SHAPES = {
     ".*(image|img|picture|photo|audio|video).*": "is about a picture or a sound, which the policy never gets",
     "distractor.*|incorrect.*|wrong.*": "holds wrong answers, which are not mixed with the right one into choices",
 }
-"""Patterns of names in tables that are more than questions and answers, and what such a column is."""
+"""Patterns of the names of columns that need more than a question and an answer, with the problem of each."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """Options of `init`. None leaves a decision to the names and the content."""
+    """Options of `init`. None leaves the decision to the names and the values of the columns."""
 
     question: str | None = None
     answer: str | None = None
@@ -164,7 +164,7 @@ def _roles(columns: Sequence[Column], path: str, wishes: Wishes) -> Roles:
             if len(column.path) == 1 and column.filled and re.fullmatch(pattern, column.key):
                 raise unsure(f"column {column.name!r}", f"it {what}")
     question = _question(columns, path, wishes)
-    # The shorter path begins the longer one where one of two columns is inside the other.
+    # A column that holds the question, or a part of it, has a path with the same beginning.
     rest = [column for column in columns if not all(map(str.__eq__, column.path, question.path))]
     form, answer, choices = _answer(rest, question, wishes)
     # A program is wanted in a fence, which only a system prompt requests.
@@ -210,7 +210,7 @@ def _only(found: Sequence[Column], role: str) -> Column:
 def _answer(
     rest: Sequence[Column], question: Column, wishes: Wishes
 ) -> tuple[forms.Form, Column | None, Mapping[str, Column]]:
-    """Return the form of the answers, the column that holds them, and the columns of the choices by new name."""
+    """Return the form of the answers, the column that holds them, and the columns of the choices (`_choices`)."""
     names = {column.name for column in rest}
     if wishes.task == forms.INSTRUCTIONS.task or (wishes.task is None and {"instruction_id_list", "kwargs"} <= names):
         return forms.INSTRUCTIONS, None, {}
@@ -229,7 +229,10 @@ def _answer(
 
 
 def _choices(rest: Sequence[Column], wishes: Wishes) -> Mapping[str, Column]:
-    """Return the column with the choices as `choices`, or the columns of one choice each by label; {} without any."""
+    """Return the columns with choices by their name in the recipe, or {} if the table has none.
+
+    A column with lists of choices is named `choices`. Columns with one choice each are named by the letters A to J.
+    """
     if wishes.choices is not None:
         found = [find(rest, name.strip(), "--choices") for name in wishes.choices.split(",")]
         return {"choices": found[0]} if len(found) == 1 else dict(zip("ABCDEFGHIJ", found, strict=False))
@@ -243,15 +246,13 @@ def _choices(rest: Sequence[Column], wishes: Wishes) -> Mapping[str, Column]:
 
 def _gold_of(choices: Mapping[str, Column], rest: Sequence[Column], wishes: Wishes) -> Column:
     """Return the column whose values name one of the choices."""
+    golds = named(rest, "answer", "label", "position")
     if wishes.answer is not None:
         golds = [find(rest, wishes.answer, "--answer")]
-    else:
-        golds = named(rest, "answer", "label", "position")
     read = []
     for row in zip(*(one.values for one in choices.values()), strict=True):
-        own = (
-            presets.choices_of(*row) if len(row) == 1 else presets.single_choices(dict(zip(choices, row, strict=True)))
-        )
+        cells = dict(zip(choices, row, strict=True))
+        own = presets.choices_of(*row) if len(row) == 1 else presets.single_choices(cells)
         read.append(read_choices(own) if own else None)
     fitting: dict[tuple[str | None, ...], Column] = {}
     for gold in golds:
@@ -315,7 +316,7 @@ def _form_of(answer: Column, wishes: Wishes) -> forms.Form:
 
 
 def _is_certain(form: forms.Form, answer: Column, question: Column, rest: Sequence[Column]) -> bool:
-    """Return False if the form of the answers, found without `--task`, can mean something else."""
+    """Return True if answers of this form, which was found without `--task`, can't mean anything else."""
     texts = answer.texts
     names_labels = answer.has_role("label", "kind")
     if len(texts) > 2 and (len(set(texts)) == 1 or set(texts) <= {column.name for column in rest}):
@@ -336,7 +337,7 @@ def _is_certain(form: forms.Form, answer: Column, question: Column, rest: Sequen
 
 
 def _check_all_read(rest: Sequence[Column], question: Column, used: Sequence[Column | None]) -> None:
-    """Raise `UserError` if a column that neither the prompt nor the answer is made of may be a part of the prompt."""
+    """Raise `UserError` if a column that the recipe does not use may belong to the prompt."""
     held = ("held", "solution", "summary", "output", "position", "tests", "conversation", "prompt")
     for column in rest:
         if column.path[:-1] not in ((), question.path[:-1]) or column in used or not column.filled:
@@ -349,7 +350,7 @@ def _check_all_read(rest: Sequence[Column], question: Column, used: Sequence[Col
 
 
 def _names(names: Sequence[str], parts: Mapping[str, Column], form: forms.Form) -> dict[str, str]:
-    """Return the old names of renamed columns by new name."""
+    """Return the columns that the recipe renames: their names in the table, by their names in the recipe."""
     columns = {part: column.name for part, column in parts.items()}
     # A preset makes the column `answer`, and the trainer has names of its own. A column with such a name is renamed.
     taken = {*RESERVED, ENVIRONMENT, *columns, "prompt", *(("answer",) if form.preset else ())}
@@ -384,7 +385,7 @@ def _template(roles: Roles, part: str, labels: Sequence[str] | None) -> str | No
 
 
 def _rewards(roles: Roles, wishes: Wishes) -> list[Any]:
-    """Return the rewards of a recipe, with what the golds decide as arguments."""
+    """Return the rewards of a recipe, with arguments that fit the form of the golds."""
     form = roles.form
     name, kwargs = form.reward, dict(form.kwargs)
     has_tags = form.system_prompt == "reasoning" and not roles.is_complete
@@ -480,7 +481,7 @@ def write_first_recipe(
 
 
 def _room_for(prompts: Prompts) -> int:
-    """Return a number of tokens that is enough for the longest prompt, as far as its bytes show."""
+    """Return a number of tokens that the longest prompt does not exceed, estimated from its bytes."""
     longest = 0
     for prompt in prompts.dataset.select(sample_of_rows(len(prompts.dataset)))["prompt"]:
         text = prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)

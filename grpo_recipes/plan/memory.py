@@ -80,10 +80,9 @@ class Sharding:
         raw = load_yaml(accelerate_config.read_text(encoding="utf-8"))
         kind = raw.get("distributed_type", "NO")
         deepspeed = raw.get("deepspeed_config") or {}
+        split = SHARDING.get(kind)
         if kind == "DEEPSPEED":
             split = {0: "none", 2: "zero2", 3: "zero3"}.get(deepspeed.get("zero_stage", -1))
-        else:
-            split = SHARDING.get(kind)
         if split is None:
             fix = "name another `--accelerate_config`"
             raise MemoryUnknown(accelerate_config, "no estimate covers its layout", fix)

@@ -96,9 +96,8 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
             fix = f"a single name is a pattern for the whole path: write `.*{wanted}`"
         raise RefusedAdapter("`lora_target_modules`", f"{names} matches no module of the model", fix) from error
     except ValueError as error:
-        raise RefusedAdapter(
-            "`lora_*`", f"PEFT can't add the adapter ({one_line(error)})", "correct the keys"
-        ) from error
+        problem = f"PEFT can't add the adapter ({one_line(error)})"
+        raise RefusedAdapter("`lora_*`", problem, "correct the keys") from error
 
 
 def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Module]:

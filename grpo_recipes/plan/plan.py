@@ -62,18 +62,16 @@ class Plan:
     def describe(self) -> list[Part]:
         """Return the plan for the terminal."""
         config = self.recipe.config
-        rewards = f"  rewards         {describe_rewards(self.rewards)}"
-        tools = []
+        texts = [f"  rewards         {describe_rewards(self.rewards)}"]
         if self.toolset is not None:
-            tools.append(f"  tools           {self.toolset.describe(config.max_tool_calling_iterations)}")
-        precision = self.precision.describe(self.surviving)
+            texts.append(f"  tools           {self.toolset.describe(config.max_tool_calling_iterations)}")
+        texts += [self.precision.describe(self.surviving), self.geometry.describe()]
         if isinstance(self.prompts, int):
-            epoch = self.geometry.describe_epoch(self.prompts, config.max_completion_length)
+            texts.append(self.geometry.describe_epoch(self.prompts, config.max_completion_length))
         else:
-            epoch = f"  epoch           unknown: {self.prompts}"
-        layout = self.run.describe_layout()
+            texts.append(f"  epoch           unknown: {self.prompts}")
         head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
-        texts = [rewards, *tools, precision, self.geometry.describe(), epoch, *layout, *head]
+        texts += [*self.run.describe_layout(), *head]
         lines = [line for text in texts for line in text.split("\n")]
         return [
             Cell(self.recipe.source, "head"),

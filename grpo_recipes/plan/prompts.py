@@ -116,9 +116,7 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
         text = first if isinstance(first, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in first)
         return PromptReport(text, None, None, sentence(place, error.problem, error.fix))
     check_chat_template(recipe, tokenizer, first)
-    tools = None
-    if toolset is not None:
-        tools = toolset.in_prompts(check_template(recipe, toolset, tokenizer))
+    tools = toolset.in_prompts(check_template(recipe, toolset, tokenizer)) if toolset is not None else None
     with recipe.naming_this_file():
         sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset

@@ -78,7 +78,7 @@ class RowTools:
     functions: Mapping[str, Callable[..., Any]]
     """Functions by name."""
     schemas: Sequence[Any] = ()
-    """Tools as `parse` takes them, which types the arguments of a call by them."""
+    """Tools as `parse` takes them. It converts the arguments of a call to the types that they declare."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Row:
         return min(limits.completion, positions) - len(self.completion)
 
     def append(self, ids: Ids, mask: int, log_probs: Sequence[float] | None) -> None:
-        """Append the tokens of a turn, or those of results with the mask 0."""
+        """Append the tokens of a turn with the mask 1, or those of its results with the mask 0."""
         self.completion = self.completion + ids  # a new list: a generator may keep those it was given
         self.mask += [mask] * len(ids)
         if self.log_probs is not None:
@@ -271,7 +271,7 @@ def drop_abandoned(
 
 
 def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Call:
-    """Return a call as the policy wrote it, in TRL's form or without the key "function"."""
+    """Return a call of a message, which has the key "function" as in TRL's form, or only what TRL has under it."""
     function = call.get("function", call)
     name, arguments = function["name"], function.get("arguments")
     is_read = isinstance(arguments, Mapping) and arguments.keys() != {UNREAD}
@@ -280,10 +280,10 @@ def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
 
 
 def read_turn(tokenizer: Any, ids: Ids, prefix: Ids | None = None, tools: list[Any] | None = None) -> Message:
-    """Return the message of a turn as TRL's `parse_response` does, with the calls that can't be read among the others.
+    """Return the message of a turn as TRL's `parse_response` does, and keep the calls that can't be read.
 
     TRL reads a turn with malformed JSON as text, so that none of its calls gets a result. Here a malformed call has the
-    text that was written as its only argument. A turn that was cut off within a call is read as text.
+    text of the call as its only argument. A turn that was cut off within a call is read as text.
     """
     message: Message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
     with suppress(RecursionError, KeyError):  # JSON that is nested deeply, or a template whose parts are missing

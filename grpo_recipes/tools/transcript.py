@@ -73,11 +73,12 @@ class Turns:
 
 @dataclass(frozen=True)
 class MaskSegment:
-    """Neighbouring tokens of a completion with the same mask."""
+    """Neighbouring tokens of a completion with the same mask: `ids`, from the place `start` to before `stop`."""
 
     start: int
     stop: int
     is_sampled: bool
+    ids: Key
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Transcript:
         found, start = [], 0
         for is_sampled, tokens in groupby(self.mask, bool):
             stop = start + len(list(tokens))
-            found.append(MaskSegment(start, stop, is_sampled))
+            found.append(MaskSegment(start, stop, is_sampled, tuple(self.completion[start:stop])))
             start = stop
         return found
 
@@ -183,11 +184,11 @@ class Proof:
             for segment in row.segments():
                 if not segment.is_sampled:
                     continue
-                context, ids = row.context(segment.start), tuple(row.completion[segment.start : segment.stop])
+                context = row.context(segment.start)
                 times = used.setdefault(context, Counter())
-                times[ids] += 1
+                times[segment.ids] += 1
                 # A turn that was cut at the end of its row is another one here, which was never sampled as such.
-                if 0 < self.turns.sampled[context][ids] < times[ids]:
+                if 0 < self.turns.sampled[context][segment.ids] < times[segment.ids]:
                     return Fault(row.number, segment.start, "this turn was sampled for another row")
         for context, sampled in self.turns.sampled.items():
             # The prompts that pad a rank's rows continue no row.
@@ -215,7 +216,8 @@ class Proof:
                 what = f"the prompt is not the template's rendering of its messages and tools: {what}"
                 yield Fault(row.number, 0, what)
         segments = row.segments()
-        groups = grouped(row.messages or ())
+        # The messages by turn: those of the assistant, then those of the tools, and so on.
+        groups = [list(group) for _, group in groupby(row.messages or (), lambda message: message["role"])]
         for place, segment in enumerate(segments):
             yield from self._sampled_faults(row, segment) if segment.is_sampled else ()
             if row.messages is not None:
@@ -234,7 +236,7 @@ class Proof:
     def _end_faults(self, row: Transcript, segments: Sequence[MaskSegment]) -> Iterator[Fault]:
         """Yield the fault of a turn that a tool result follows though it has not ended, or of a turn that is lost."""
         for segment, _ in pairwise(segments):
-            if segment.is_sampled and not self.ends(list(row.completion[segment.start : segment.stop])):
+            if segment.is_sampled and not self.ends(list(segment.ids)):
                 yield Fault(row.number, segment.stop, "a tool result follows a turn without its end token")
         length = len(row.completion)
         is_open = bool(segments) and not segments[-1].is_sampled and length < self.longest
@@ -244,14 +246,14 @@ class Proof:
     def _sampled_faults(self, row: Transcript, segment: MaskSegment) -> Iterator[Fault]:
         """Yield the fault of a segment that was not sampled in its context."""
         if self.in_order and segment.start == 0 and len(self.turns.first) > row.number:
-            prompt, ids = self.turns.first[row.number]
+            prompt, turn = self.turns.first[row.number]
             if prompt != tuple(row.prompt):
                 yield Fault(row.number, 0, "the row has another prompt than was given to the generator")
                 return
-            choices = [ids]
+            choices = [turn]
         else:
             choices = self.turns.of(row.context(segment.start))
-        ids = tuple(row.completion[segment.start : segment.stop])
+        ids = segment.ids
         is_cut = segment.stop == len(row.completion) == self.longest
         if not choices:
             yield self._unknown_context(row, segment.start)
@@ -279,7 +281,6 @@ class Proof:
         self, row: Transcript, segment: MaskSegment, group: Sequence[Message], with_texts: bool
     ) -> Iterator[Fault]:
         """Yield the fault of a segment that is not what its messages say, or, without texts, has no messages."""
-        ids = list(row.completion[segment.start : segment.stop])
         role = "assistant" if segment.is_sampled else "tool"
         if not group or group[0]["role"] != role:
             kind = "sampled tokens" if segment.is_sampled else "tokens of tool results"
@@ -289,14 +290,14 @@ class Proof:
         elif not with_texts:
             return
         elif segment.is_sampled:
-            parsed = self.parse(ids, list(row.context(segment.start)), row.tools)
+            parsed = self.parse(list(segment.ids), list(row.context(segment.start)), row.tools)
             # By their text: a call may hold NaN, which differs from itself.
             if repr(parsed) != repr(group[0]):
                 yield Fault(row.number, segment.start, "the assistant's message is not what these tokens parse to")
         else:
-            expected = self.render(group)
-            if expected != ids:
-                place, what = self._difference(expected, ids, "rendered")
+            expected = tuple(self.render(group))
+            if expected != segment.ids:
+                place, what = self._difference(expected, segment.ids, "rendered")
                 what = f"the tool result is not the template's rendering of its messages: {what}"
                 yield Fault(row.number, segment.start + place, what)
 
@@ -340,10 +341,9 @@ class Proof:
             if any(found) or len(found) < segment.stop - segment.start:
                 yield Fault(row.number, segment.start, "the log-probabilities of these tool results are not 0")
             return
-        ids = tuple(row.completion[segment.start : segment.stop])
         for sampled, log_probs in self.turns.log_probs.get(row.context(segment.start), ()):
             # The last turn of a row may be cut.
-            if sampled[: len(ids)] == ids and log_probs[: len(ids)] == found:
+            if sampled[: len(segment.ids)] == segment.ids and log_probs[: len(segment.ids)] == found:
                 return
         yield Fault(
             row.number, segment.start, "the log-probabilities are not those that these tokens were sampled with"
@@ -382,11 +382,6 @@ class Proof:
 
     def _text(self, ids: Sequence[int]) -> str:
         return repr(shortened(self.decode(list(ids)), SHOWN))
-
-
-def grouped(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return the messages by turn: those of the assistant, then those of the tools, and so on."""
-    return [list(group) for _, group in groupby(messages, lambda message: message["role"])]
 
 
 def alike(one: Sequence[int], other: Sequence[int]) -> int:

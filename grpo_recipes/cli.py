@@ -69,9 +69,8 @@ def main(args: Sequence[str] | None = None) -> int:
     prepare_libraries()
     if "" not in sys.path:
         sys.path.insert(0, "")  # rewards of the user are importable from the working directory, as with `python -m`
-    arguments = sys.argv[1:] if args is None else list(args)
     with lasting_output() as output:
-        options = parse(arguments)
+        options = parse(sys.argv[1:] if args is None else args)
         code = run(options)
     return 2 if output.error is not None and options.command in PRINTS_ONLY else code
 
@@ -129,6 +128,15 @@ def _say_json(result: object) -> None:
     say(json.dumps(result, indent=2))
 
 
+def _print_result(options: argparse.Namespace, result: Any) -> int:
+    """Print a plan or a preview for the terminal, or as JSON with `--json`. Return the exit code."""
+    if options.json:
+        _say_json(result.as_dict())
+    else:
+        show(*result.describe())
+    return 0
+
+
 def _add_init(commands: Commands) -> None:
     option = _add(commands, "init", first_recipe, "write a first recipe for a table of problems")
     option("path", help="a CSV, JSON, JSONL or Parquet file, a glob of files, a saved folder, or a hub id")
@@ -184,11 +192,7 @@ def plan_recipe(options: argparse.Namespace) -> int:
     names = ("accelerate_config", "num_processes", "gpu_memory", "build")
     given = {name: getattr(options, name) for name in names}
     planned = plan(arguments, model_config_file=options.model_config, options=options.known, **given)
-    if options.json:
-        _say_json(planned.as_dict())
-    else:
-        show(*planned.describe())
-    return 0
+    return _print_result(options, planned)
 
 
 def _add_preview(commands: Commands) -> None:
@@ -212,11 +216,7 @@ def preview_recipe(options: argparse.Namespace) -> int:
     arguments = ["--config", options.recipe, *options.overrides]
     with redirect_stdout(sys.stderr):  # messages of the preparation
         found = preview(arguments, prompts=options.prompts, options=options.known)
-    if options.json:
-        _say_json(found.as_dict())
-    else:
-        show(*found.describe())
-    return 0
+    return _print_result(options, found)
 
 
 def _add_train(commands: Commands) -> None:

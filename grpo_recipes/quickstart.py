@@ -265,12 +265,10 @@ def _phase(title: str) -> Iterator[None]:
 
 
 def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_recipes.quickstart", description="Watch GRPO raise a tiny model's accuracy on a CPU."
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed of the weights, the demonstrations and GRPO (default: 0)"
-    )
+    purpose = "Watch GRPO raise a tiny model's accuracy on a CPU."
+    parser = argparse.ArgumentParser(prog="python -m grpo_recipes.quickstart", description=purpose)
+    seed = "random seed of the weights, the demonstrations and GRPO (default: 0)"
+    parser.add_argument("--seed", type=int, default=0, help=seed)
     default = Path("runs/quickstart")
     parser.add_argument("--output_dir", type=Path, default=default, help=f"folder for all files (default: {default})")
     return parser.parse_args(args)

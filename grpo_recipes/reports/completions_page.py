@@ -43,10 +43,8 @@ class CompletionsPage:
 
 def policy(style: str, script: str = "") -> str:
     """Return a content security policy that allows one style, perhaps one script, and loads nothing."""
-    sources = [f"style-src '{_digest(style)}'"]
-    if script:
-        sources.append(f"script-src '{_digest(script)}'")
-    return f"default-src 'none'; {'; '.join(sources)}; base-uri 'none'; form-action 'none'"
+    scripts = f"script-src '{_digest(script)}'; " if script else ""
+    return f"default-src 'none'; style-src '{_digest(style)}'; {scripts}base-uri 'none'; form-action 'none'"
 
 
 def _digest(text: str) -> str:

@@ -69,8 +69,7 @@ class Preview:
     def findings(self) -> list[str]:
         """Return what follows from the sample, each sentence with the key of the recipe to change."""
         found = [*self._of_rewards(), *self._of_groups()]
-        flat = int(self.is_flat.sum())
-        count = len(self.prompts)
+        flat, count = int(self.is_flat.sum()), len(self.prompts)
         return found or [f"nothing stands in the way: {count - flat} of {count} groups have a gradient"]
 
     def _of_rewards(self) -> Iterator[str]:

@@ -96,13 +96,11 @@ def _estimate(found: Mapping[str, float] | None) -> str:
 
 def _described(run: Run, hue: int) -> dict[str, Any]:
     """Return the template's values for a run."""
-    diagnosis = diagnose(run)
     return {
         "name": run.name,
         "hue": hue % HUES,
         "verdict": verdict(run),
-        "diagnosis": diagnosis,
-        "checks": diagnosis.rows(),
+        "diagnosis": diagnose(run),
         "facts": _facts(run),
         "state": _state(run),
         "evaluations": sorted(run.evaluations.items(), key=lambda item: item[0] != BEFORE),

@@ -381,15 +381,12 @@ class Run:
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
         """Yield each reward with its mean. A `sum` is replaced by its parts if their means were logged."""
         for reward in self.rewards:
-            has_parts = False
+            parts = []
             for part in reward.parts:
                 name = f"{reward.name}/{part.name}"
-                mean = self.series(f"rewards/{name}")
-                if len(mean):
-                    has_parts = True
-                    yield replace(part, name=name), mean
-            if not has_parts:
-                yield reward, self.series(f"rewards/{reward.name}/mean")
+                if len(mean := self.series(f"rewards/{name}")):
+                    parts.append((replace(part, name=name), mean))
+            yield from parts or [(reward, self.series(f"rewards/{reward.name}/mean"))]
 
     @cached_property
     def completion_files(self) -> Sampled:

@@ -264,8 +264,7 @@ def check_reference(recipe: Recipe) -> None:
     new_adapter = recipe.model.get("use_peft", False)
     if holds_adapter(policy) and new_adapter:
         already = f"`model_name_or_path` {policy} is one already, which training continues"
-        problem = f"it asks for a new adapter, and {already}"
-        raise recipe.error("`use_peft`", problem, "remove it and the `lora_` keys")
+        raise recipe.error("`use_peft`", f"it asks for a new adapter, and {already}", "remove it and the `lora_` keys")
     # Only a local folder shows whether it is an adapter. For a hub model, loading the policy decides.
     if reference.name != "initial" and policy.is_dir() and not (new_adapter or holds_adapter(policy)):
         needing = reference.adapter or reference.name
@@ -361,8 +360,7 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
     init = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
     training = dict(recipe.training)
     if recipe.compares_whole_batch:  # TRL compares the completions of one group, so the group is the generation batch
-        geometry = geometry_of(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-        training["num_generations"] = geometry.generation_batch_size
+        training["num_generations"] = geometry_of(recipe, int(os.environ.get("WORLD_SIZE", "1"))).generation_batch_size
     extra = training.pop("model_init_kwargs", None) or {}
     if training.get("resume_from_checkpoint") == "false":
         training["resume_from_checkpoint"] = None

@@ -141,8 +141,7 @@ class Geometry:
         total = self.optimizer_steps(config, num_prompts)
         interval = getattr(config, key) or config.logging_steps
         interval = math.ceil(interval * total) if interval < 1 else int(interval)
-        fix = self._next_interval_that_fits(interval, total, num_prompts)
-        if fix == interval:
+        if (fix := self._next_interval_that_fits(interval, total, num_prompts)) == interval:
             return
         suggestion = f"`{key}` to {fix}" if fix else "`save_strategy: epoch`"
         problem = (

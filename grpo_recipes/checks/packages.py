@@ -136,8 +136,7 @@ def check_vllm_prompts(
     longest = 0
     for table in tables:
         if table is not None:
-            lengths = token_lengths(table, tokenizer, config.chat_template_kwargs or {}, tools)
-            longest = max(longest, int(lengths.max()))
+            longest = max(longest, int(token_lengths(table, tokenizer, config.chat_template_kwargs or {}, tools).max()))
     check_vllm_lengths(config, longest)
 
 

@@ -94,8 +94,7 @@ class Precision:
                 f"TRL would cast the trained weights from {self.stored} to {self.computed} in place, and most updates "
                 "would be lost"
             )
-            other = "fp16" if self.computed == "float16" else "bf16"
-            fix = f"set it to false, or `{other}: false`"
+            fix = f"set it to false, or `{'fp16' if self.computed == 'float16' else 'bf16'}: false`"
             raise UserError("`use_transformers_continuous_batching`", problem, fix)
 
     def surviving(self, weights: NDArray[np.floating]) -> float | None:

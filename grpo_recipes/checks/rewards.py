@@ -99,12 +99,10 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
     given = [column for column in columns if column != "prompt"]  # TRL passes it as `prompts`
     for reward in leaves(rewards):
         needed, takes_all = _parameters(reward.function)
-        needed = [*reward.declared.columns_read, *needed]
-        for column in needed:
+        for column in (*reward.declared.columns_read, *needed):
             if column not in (*TRL_ARGUMENTS, *given):
                 problem = f"it needs the column `{column}`, and gets the columns {', '.join(given) or 'none'}"
-                fix = "name the table's column in `dataset.columns`"
-                raise UserError(f"`rewards`: {reward.name}", problem, fix)
+                raise UserError(f"`rewards`: {reward.name}", problem, "name the table's column in `dataset.columns`")
         if not takes_all:
             problem = "it must take every column by name, as TRL hands them over"
             raise UserError(f"`rewards`: {reward.name}", problem, "end its parameters in `**columns`")
@@ -173,7 +171,12 @@ class _RewardCall:
         for row in range(len(self.completions)):
             if time.monotonic() > until or len(set(raised)) > 1:
                 break
-            raised.append(_raises(error, reward, self._row_alone(row)))
+            try:
+                reward(**self._row_alone(row))
+                raised.append(False)
+            except (Exception, SystemExit) as other:
+                # A reward that compares the completions of a group may raise another error for a single row.
+                raised.append(type(other) is type(error) and str(other) == str(error))
         is_found = len(set(raised)) > 1 or (len(self.completions) == 1 and raised == [True])
         return raised.index(True) if is_found else None
 
@@ -213,18 +216,6 @@ class _RewardCall:
         if row is None:
             return RewardFault(f"{what}, for the {len(self.completions)} completions {self._generation()}")
         return RewardFault(f"{what}, for {self.place(row)}", self.row(row))
-
-
-def _raises(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) -> bool:
-    """Return True if a call raises the same error.
-
-    A reward that compares the completions of a group may raise another error for a single row.
-    """
-    try:
-        reward(**arguments)
-    except (Exception, SystemExit) as other:
-        return type(other) is type(error) and str(other) == str(error)
-    return False
 
 
 def _finite_scores(call: _RewardCall, scores: Any) -> list[float | None]:
@@ -274,8 +265,7 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places
     for parts in judges.values():
         # A sum or gate scores a row only if all its parts do.
         is_scorable |= np.all([_can_score(part, dataset) for part in parts], axis=0)
-    rows = checked[~is_scorable]
-    if not len(rows):
+    if not len(rows := checked[~is_scorable]):
         return None
     names = tuple(judges)
     judge = next(iter(judges.values()))[0]

@@ -54,8 +54,7 @@ class ChatTemplate:
         folder, place = expanded(path), f"`{CHAT_TEMPLATE_PATH}`"
         file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         if not file.is_file():
-            problem = f"there is no file {file}{relative_to(path)}"
-            raise UserError(place, problem, "name a folder that holds one")
+            raise UserError(place, f"there is no file {file}{relative_to(path)}", "name a folder that holds one")
         response = None
         try:
             text = read_text(file)
@@ -187,8 +186,7 @@ def stop_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int] | 
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
     if (adapter := adapter_config(name, revision)) is not None:
         name, revision = str(adapter.base_model_name_or_path), adapter.revision or "main"
-    local_only = Path(name).exists() or not hub_answers()
-    options: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
+    options: dict[str, Any] = {"revision": revision, "local_files_only": Path(name).exists() or not hub_answers()}
     try:
         declared = GenerationConfig.from_pretrained(name, **options).eos_token_id
     except (OSError, ValueError):  # without the file, transformers derives it from the model's configuration

@@ -214,8 +214,7 @@ def _tool(path: str, function: Any, key: str = TOOLS) -> Tool:
         problem = (
             "it is a generator, or asynchronous behind a decorator that is not: the policy would not see its value"
         )
-        fix = "return a value, and write the decorator's function with `async def` too"
-        raise UserError(place, problem, fix)
+        raise UserError(place, problem, "return a value, and write the decorator's function with `async def` too")
     try:
         schema = get_json_schema(function)
         for parameter in inspect.signature(function).parameters.values():
@@ -283,8 +282,7 @@ def _check_routing(toolset: Toolset, dataset: Dataset) -> None:
     known = [str(environment.name) for environment in toolset.environments]
     if ENVIRONMENT not in dataset.column_names:
         problem = f"it is a mapping, and the dataset has no column {ENVIRONMENT!r} with the environment of each row"
-        fix = f"add it, or map one with `dataset.columns: {{{ENVIRONMENT}: ...}}`"
-        raise UserError(f"`{FACTORY}`", problem, fix)
+        raise UserError(f"`{FACTORY}`", problem, f"add it, or map one with `dataset.columns: {{{ENVIRONMENT}: ...}}`")
     for value in dataset.unique(ENVIRONMENT):
         if value not in known:
             nearest = did_you_mean(str(value), known, otherwise=f"choose from {', '.join(known)}")
@@ -326,10 +324,7 @@ def check_template(recipe: Recipe, toolset: Toolset, tokenizer: PreTrainedTokeni
 
 
 def try_template(
-    name: str,
-    toolset: Toolset,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any] | None = None,
+    name: str, toolset: Toolset, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None
 ) -> str | None:
     """Try calls and results on the chat template of a model, as `check_template` does for that of a recipe.
 

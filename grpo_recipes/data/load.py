@@ -227,11 +227,9 @@ def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generation
     """Raise `UserError` if a prompt has fewer recorded responses than a group has completions."""
     if spec.compares_whole_batch:
         return
-    short = sum(len(responses) < num_generations for responses in dataset["responses"])
-    if short:
+    if short := sum(len(responses) < num_generations for responses in dataset["responses"]):
         problem = f"`group` compares {num_generations} responses, and {short} of {len(dataset)} prompts have fewer"
-        fix = "lower `num_generations`, or set `offline.baseline: batch`"
-        raise UserError("`offline.baseline`", problem, fix)
+        raise UserError("`offline.baseline`", problem, "lower `num_generations`, or set `offline.baseline: batch`")
 
 
 def _grouped(lines: PlacedRows, path: str) -> PlacedRows:

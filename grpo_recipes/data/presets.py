@@ -157,8 +157,7 @@ def _choice(row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any
     question, answer = text_of(row, "question", where), row["answer"]
     own = {part.removeprefix(ONE_CHOICE): value for part, value in row.items() if part.startswith(ONE_CHOICE)}
     given = single_choices(own) if own else choices_of(row["choices"])
-    choices = None if given is None else read_choices(given)
-    if choices is None:
+    if given is None or (choices := read_choices(given)) is None:
         fix = "give a list of texts (also as JSON), parts between `|`, or texts and labels"
         raise UserError(f"`dataset`: {where}", f"it has the choices {shown(own or row['choices'])}", fix)
     lines = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,8 +86,7 @@ def _token_ids(
     if not tokenizer.chat_template:
         fix = "set it to text, or use an instruct model"
         raise UserError("`dataset.prompt_format`", "the tokenizer has no chat template", fix)
-    tokens = _templated(list(prompts), tokenizer, tokenize=True, return_dict=True, **template_kwargs)
-    return tokens["input_ids"]
+    return _templated(list(prompts), tokenizer, tokenize=True, return_dict=True, **template_kwargs)["input_ids"]
 
 
 def rendered(prompt: Turns, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
@@ -148,11 +147,14 @@ def limit_prompts(
         return dataset, 0
     lengths = token_lengths(dataset, tokenizer, given, tools)
     is_overlong = lengths > limit
-    count = int(is_overlong.sum())
-    if count == 0:
+    if (count := int(is_overlong.sum())) == 0:
         return dataset, 0
     if spec.overlong_prompts == "cut_left":
-        return _with_cut_prompts(dataset, is_overlong, limit, tokenizer, given, tools), count
+
+        def cut(prompt: Turns, environment: str | None) -> Turns:
+            return _cut_left(prompt, limit, tokenizer, _arguments(given, tools, environment))
+
+        return _with_cut_prompts(dataset, is_overlong, cut), count
     check_one_fits(lengths, limit)
     return dataset.select(np.flatnonzero(~is_overlong)), count
 
@@ -165,14 +167,15 @@ def check_one_fits(lengths: np.ndarray, limit: int) -> None:
 
 
 def _with_cut_prompts(
-    dataset: datasets.Dataset,
-    is_overlong: np.ndarray,
-    limit: int,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any],
-    tools: PromptTools | None,
+    dataset: datasets.Dataset, is_overlong: np.ndarray, cut: Callable[[Turns, str | None], Turns]
 ) -> datasets.Dataset:
-    """Return the dataset with the prompts at `is_overlong` (N,) cut as `_cut_left` does, each with its row's tools."""
+    """Return the dataset with the prompts at `is_overlong` (N,) replaced by what `cut` makes of them.
+
+    Args:
+        dataset: table with the column `prompt`.
+        is_overlong: mask of the prompts to cut.
+        cut: function from a prompt, and the name of its row's environment or None, to the shorter prompt.
+    """
     chunks, start = [], 0
     kind = dataset.features.arrow_schema.field("prompt").type
     columns = [name for name in ("prompt", ENVIRONMENT) if name in dataset.column_names]
@@ -180,8 +183,7 @@ def _with_cut_prompts(
         prompts = list(batch["prompt"])
         environments = batch.get(ENVIRONMENT, [None] * len(prompts))
         for row in np.flatnonzero(is_overlong[start : start + len(prompts)]):
-            given = _arguments(template_kwargs, tools, environments[row])
-            prompts[row] = _cut_left(prompts[row], limit, tokenizer, given)
+            prompts[row] = cut(prompts[row], environments[row])
         start += len(prompts)
         chunks.append(pa.array(prompts, kind))
     features = datasets.Features({"prompt": dataset.features["prompt"]})

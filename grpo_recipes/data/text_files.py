@@ -118,8 +118,7 @@ def _content(path: Path, key: str) -> bytes:
     compression = COMPRESSIONS.get(path.suffix)
     try:
         with path.open("rb") as file:
-            stream = file if compression is None else pa.CompressedInputStream(file, compression)
-            return stream.read()
+            return (file if compression is None else pa.CompressedInputStream(file, compression)).read()
     except OSError as error:
         raise _unreadable(path, key, error) from error
 
@@ -314,8 +313,7 @@ def guess_format(path: Path) -> TextFormat:
         UserError: the file can't be read.
     """
     content = _content(path, "path")
-    encoding = _guess_encoding(content)
-    if encoding is None:
+    if (encoding := _guess_encoding(content)) is None:
         return TextFormat()
     delimiter = _guess_delimiter(content.decode(encoding).encode(), path) if has_cells(path) else None
     return TextFormat(delimiter, None if encoding == "utf-8" else encoding)

@@ -101,10 +101,8 @@ def _deciding_rewards(specs: Sequence[Spec], tags: Tags) -> Iterator[BaseReward]
     for spec in single_specs(specs):
         name = str(spec.get("name"))
         package, _, attribute = name.rpartition(".")
-        reward = judging_reward(spec)
-        if reward is not None:
-            standard = reward.with_unit_pay()
-            if standard is not None:
+        if (reward := judging_reward(spec)) is not None:
+            if (standard := reward.with_unit_pay()) is not None:
                 yield standard
         elif name == THINK_FORMAT:
             yield ThinkFormat()
@@ -119,8 +117,7 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
         weight = mapping.get("weight")
         if isinstance(weight, (int, float)) and weight <= 0:
             continue
-        parts = registry.spec_parts(mapping)
-        if parts:
+        if parts := registry.spec_parts(mapping):
             yield from single_specs(parts)
         else:
             yield mapping
@@ -297,11 +294,10 @@ def measurable_rewards(
         passing = judge.with_unit_pay() if judge is not None and judge.kind == "correctness" else None
         unweighted = {key: value for key, value in mapping.items() if key != "weight"}
         reward = MeasuredReward(built.name, built.function, passing, unweighted, built.passes_at, built.highest_pay)
-        reason = _obstacle(built, samples, is_trusted=is_trusted) or reward.fails_on(row, samples)
-        if reason is None:
-            measured.append(reward)
-        else:
+        if reason := _obstacle(built, samples, is_trusted=is_trusted) or reward.fails_on(row, samples):
             skipped.append(f"{built.name} ({reason})")
+        else:
+            measured.append(reward)
     return measured, skipped
 
 

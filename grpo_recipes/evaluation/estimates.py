@@ -93,15 +93,10 @@ def mean_share(shares: Sequence[float], completions: float | None = None, cluste
     """
     value = fmean(shares)
     sums = _cluster_sums(shares, clusters)
-    least = _least_trials(sums)
+    least = _effective_number([count for _, count in sums])  # the number of clusters if all have one size
     most = max(least, len(shares) if completions is None else completions)
     trials = min(most, max(least, _effective_trials(value, sums, most)))
     return Estimate(value, *_exact_interval(min(1.0, max(0.0, value)), trials))
-
-
-def _least_trials(sums: Sequence[tuple[float, int]]) -> float:
-    """Return the number of clusters if they are equal, and otherwise the effective number."""
-    return _effective_number([count for _, count in sums])
 
 
 def _cluster_sums(values: Sequence[float], clusters: Labels) -> list[tuple[float, int]]:
@@ -123,7 +118,7 @@ def _effective_trials(share: float, sums: Sequence[tuple[float, int]], completio
     failures = [count - total for total, count in sums]
     variance = _variance_of_mean(share, sums)
     freedom = max(1.0, min(_effective_number(successes), _effective_number(failures), len(sums) - 1))
-    narrowed = _student_quantile(completions - 1) / _student_quantile(freedom)
+    narrowed = student_quantile(completions - 1, LEVEL) / student_quantile(freedom, LEVEL)
     return math.inf if variance < spread * 1e-15 else spread / variance * narrowed**2
 
 
@@ -164,7 +159,7 @@ def mean_value(values: Sequence[float], clusters: Labels = None) -> Estimate:
     mean, error, freedom = _mean_and_error(values, clusters)
     if error == 0:
         return Estimate(mean, math.nan, math.nan)
-    half_width = _student_quantile(freedom) * error
+    half_width = student_quantile(freedom, LEVEL) * error
     return Estimate(mean, mean - half_width, mean + half_width)
 
 
@@ -193,7 +188,7 @@ def mean_score(values: Sequence[float], highest: float | None, clusters: Labels 
     shares = [min(1.0, (value - lowest) / span) for value in values]
     sums = _cluster_sums(shares, clusters)
     share = min(1.0, fmean(shares))
-    trials = _least_trials(sums)
+    trials = _effective_number([count for _, count in sums])
     if not math.isnan(known.low):
         trials = min(MOST_FREEDOM, max(trials, _effective_trials(share, sums, MOST_FREEDOM)))
     low, high = (min(highest, lowest + end * span) for end in _exact_interval(share, trials))
@@ -248,11 +243,6 @@ def _mean_and_error(values: Sequence[float], clusters: Labels) -> tuple[float, f
     return mean, 0.0 if is_constant else math.sqrt(_variance_of_mean(mean, sums)), len(sums) - 1
 
 
-def _student_quantile(freedom: float) -> float:
-    """Return the quantile of Student's distribution for a two-sided 95 % interval."""
-    return student_quantile(freedom, LEVEL)
-
-
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the probability that k of `samples` completions, drawn without replacement, include a right one.
 
@@ -302,7 +292,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float], clusters:
     freedom = max(1.0, min(differing + 1, n - 1))
     centre = total / (n + 2)
     error = math.sqrt(((squares + 2 * size * size) / (n + 2) - centre**2) / (n + 2))
-    error *= _student_quantile(freedom) / _student_quantile(min(freedom / min(1.0, size) ** 2, MOST_FREEDOM))
+    widened = min(freedom / min(1.0, size) ** 2, MOST_FREEDOM)
+    error *= student_quantile(freedom, LEVEL) / student_quantile(widened, LEVEL)
     low, high = centre - Z * error, centre + Z * error
     p = _sign_test(differing, abs(total) / size)
     if p >= LEVEL:

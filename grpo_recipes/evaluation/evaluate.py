@@ -254,12 +254,10 @@ def evaluate_into(
     """
     scoring = Scoring(dataset, settings, rewards, places)
     stored = store.EvaluationFolder(folder, store.identity_of(dataset, settings, described))
-    finished = stored.finished()
-    if finished is not None:
+    if (finished := stored.finished()) is not None:
         return finished
     with stored.locked():
-        finished = stored.finished()  # by the process that held the folder until now
-        if finished is not None:
+        if (finished := stored.finished()) is not None:  # by the process that held the folder until now
             return finished
         stored.begin()
         tables = []
@@ -272,8 +270,7 @@ def evaluate_into(
                 rows = [dataset[problem] for problem in problems]
                 completions = policy.complete(rows, replace(settings, seed=settings.seed * 1_000_003 + number))
                 stored.write_table(part, scoring.table(problems, rows, completions))
-            fix = "remove the file: the same command makes it again"
-            tables.append(files.read_table(part, scoring.columns, fix))
+            tables.append(files.read_table(part, scoring.columns, "remove the file: the same command makes it again"))
         table = pd.concat(tables, ignore_index=True)
         summary = {**stored.identity, **policy.record(settings), **summarise(table, scoring.highest)}
         stored.finish(table, summary)

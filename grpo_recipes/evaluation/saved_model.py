@@ -130,11 +130,9 @@ class SavedModel:
 
     def describe_quantization(self) -> dict[str, str]:
         """Return how an adapter's base is quantized, for `made_with` of `evaluation.json`, or {} if it is not."""
-        config = self.quantization
-        if config is None:
+        if (config := self.quantization) is None:
             return {}
-        kind = "8 bits" if config.load_in_8bit else f"4 bits ({config.bnb_4bit_quant_type})"
-        return {"quantization": kind}
+        return {"quantization": "8 bits" if config.load_in_8bit else f"4 bits ({config.bnb_4bit_quant_type})"}
 
     def fingerprint(self) -> dict[str, Any]:
         """Return checksums of the model's files and of an adapter's base, or the commit on the hub, or {}.

@@ -53,15 +53,13 @@ class Settings:
         if self.strict == ():
             object.__setattr__(self, "strict", accuracy.strict_rewards((), self.tags))
         for name in ("samples", "batch_size", "max_new_tokens"):
-            value = getattr(self, name)
-            if value < 1:
+            if (value := getattr(self, name)) < 1:
                 raise UserError(f"--{name}", f"it is {value}", "set it to at least 1")
         if not 0 <= self.temperature < math.inf:
             fix = "set it to 0 for greedy decoding, or above 0"
             raise UserError("--temperature", f"it is {self.temperature:g}", fix)
         if self.samples > 1 and self.temperature <= 0:
-            problem = f"{self.samples} greedy samples are identical"
-            raise UserError("--samples", problem, "set --temperature above 0")
+            raise UserError("--samples", f"{self.samples} greedy samples are identical", "set --temperature above 0")
 
 
 # Values of a recipe
@@ -79,8 +77,7 @@ def training_sampling(recipe: Mapping[str, Any]) -> dict[str, float]:
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     given = {**recipe, **generation_mapping(recipe.get("generation_kwargs"))}  # TRL lets the latter win
     for name in (*sampling, "min_p"):
-        value = given.get(name)
-        if value is None:
+        if (value := given.get(name)) is None:
             continue
         if not files.NUMBER.holds(value):
             raise UserError(f"`{name}`", f"it is {shortened(repr(value))}", "set a number")

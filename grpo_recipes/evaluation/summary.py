@@ -124,13 +124,11 @@ def _several_samples(table: pd.DataFrame, column: str, vote_column: str) -> dict
     result: dict[str, Any] = {"pass_at": {}}
     clusters = _clusters(table)
     for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
-        enough = [place for place, rows in enumerate(groups) if len(rows) >= k]
-        chances = [estimates.pass_at_k(len(groups[place]), int(groups[place][column].sum()), k) for place in enough]
+        enough = [(rows, label) for rows, label in zip(groups, clusters, strict=True) if len(rows) >= k]
+        chances = [estimates.pass_at_k(len(rows), int(rows[column].sum()), k) for rows, _ in enough]
         # The completions of a problem are len(rows) / k separate draws of k.
-        draws = sum(len(groups[place]) for place in enough) / k
-        result["pass_at"][str(k)] = estimates.mean_share(
-            chances, draws, [clusters[place] for place in enough]
-        ).as_dict()
+        draws = sum(len(rows) for rows, _ in enough) / k
+        result["pass_at"][str(k)] = estimates.mean_share(chances, draws, [label for _, label in enough]).as_dict()
     if "answer" in table:
         votes = [float(majority(rows["answer"], rows[vote_column])) for rows in groups]
         result["majority"] = estimates.mean_share(votes, clusters=clusters).as_dict()
@@ -279,9 +277,8 @@ def describe_comparison(result: Mapping[str, Any]) -> list[Part]:
     for name, values in _by_name(result).items():
         first, second, difference = (Estimate.from_dict(values[key]) for key in ("first", "second", "difference"))
         p = values["difference"].get("p")
-        shown_p = "" if p is None else p_text(p, digits=2)
-        style = {1: "good", -1: "bad"}.get(difference.sign, "")
-        rows.append((name, first, second, Cell(difference, style), shown_p))
+        cell = Cell(difference, {1: "good", -1: "bad"}.get(difference.sign, ""))
+        rows.append((name, first, second, cell, "" if p is None else p_text(p, digits=2)))
     parts: list[Part] = [
         Cell(f"{result['problems']} problems, the same for both; 95 % intervals", "head"),
         *(f"  warning: {warning}" for warning in result["warnings"]),

@@ -70,8 +70,7 @@ def tools_of(recipe: Mapping[str, Any], *, is_trusted: bool) -> RecipeTools | No
             module, _, name = path.rpartition(".")
             own = vars(examples).get(name) if module == examples.__name__ else None
             if not (is_trusted or getattr(own, "__module__", None) == examples.__name__):
-                problem = f"{path} is code that the run names"
-                raise UserError(f"`{key}`", problem, "give its recipe with --recipe")
+                raise UserError(f"`{key}`", f"{path} is code that the run names", "give its recipe with --recipe")
     iterations = recipe.get(ITERATIONS)
     if not isinstance(iterations, int) or iterations < 1:
         raise UserError(f"`{ITERATIONS}`", f"it is {shortened(repr(iterations))}", "set it to at least 1")
@@ -230,8 +229,7 @@ class ToolPolicy(ModelPolicy):
 
     def _observed(self, environment: Any, row: Mapping[str, Any]) -> Any:
         """Begin an episode with a row, and return the row's prompt with the text that `reset` returned."""
-        is_routed = self.tools.toolset.is_routed
-        given = {key: value for key, value in row.items() if not (is_routed and key == ENVIRONMENT)}
+        given = {key: value for key, value in row.items() if key != ENVIRONMENT or not self.tools.toolset.is_routed}
         place = f"`{FACTORY}`: `reset` of {type(environment).__name__}"
         try:
             observation = environment.reset(**given)
@@ -260,8 +258,7 @@ class ToolPolicy(ModelPolicy):
         running = [row for row in dialogs if row.ending == "answered" and row.mask[-1] == 0]
         room = []
         for row, prompt in zip(running, prompts, strict=True):
-            left = settings.max_new_tokens - len(row.completion)
-            room.append(int(min(left, self.engine.positions - len(prompt))))
+            room.append(int(min(settings.max_new_tokens - len(row.completion), self.engine.positions - len(prompt))))
         return self.engine.generate(prompts, replace(settings, seed=seed), room), None
 
 

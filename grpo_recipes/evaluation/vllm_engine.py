@@ -105,8 +105,7 @@ def made_with(model: SavedModel, options: VLLM) -> dict[str, Any]:
     Raises:
         UserError: The server does not answer.
     """
-    url = options.vllm_server_base_url
-    if url is not None:
+    if (url := options.vllm_server_base_url) is not None:
         return {"version": str(_request(url, "/version")["version"]), "dtype": _server_dtype(url)}
     installed = record.versions()
     version = next((installed[package] for package in record.VLLM if package in installed), None)

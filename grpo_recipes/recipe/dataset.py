@@ -251,8 +251,7 @@ class DatasetSpec(Spec):
 
     def _sources(self, key: str) -> list[SourceSpec]:
         """Return the sources of a mixture. They have their own splits and configurations, so ours are refused."""
-        sources = [SourceSpec.parse(entry) for entry in getattr(self, key)]
-        if not sources:
+        if not (sources := [SourceSpec.parse(entry) for entry in getattr(self, key)]):
             raise UserError(f"`dataset.{key}`", "it is an empty list", "name at least one source")
         without = [source for source in sources if source.fraction is None]
         if without and len(without) < len(sources):
@@ -289,8 +288,7 @@ def _prompt_text(given: str | dict[str, Any] | None) -> str | None:
         except (OSError, UnreadableFile) as error:
             reason = error.problem if isinstance(error, UnreadableFile) else error.strerror
             raise UserError(place, f"it can't be read ({reason})", "correct the path") from error
-    text = given.strip()
-    if not text:
+    if not (text := given.strip()):
         raise UserError(place, "it is empty", "write `none` for no system prompt")
     # A single word is taken for a name. Otherwise a misspelt name would silently become the prompt.
     if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (file or text not in SYSTEM_PROMPTS):

@@ -177,8 +177,7 @@ class Recipe:
         """Return the resolved recipe (file and command line), which can be written as YAML or JSON and run again."""
         written = {}
         for key in OUR_KEYS:
-            value = getattr(self, key)
-            if value is not None:
+            if (value := getattr(self, key)) is not None:
                 written[key] = value.as_dict() if isinstance(value, Spec) else value
         return {**self.model, **written, **self.training}
 
@@ -347,8 +346,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(path, f"it is not YAML: {one_line(error)}", "correct it") from error
     if not isinstance(raw, dict):
-        problem = f"a recipe is a YAML mapping, not {type(raw).__name__}"
-        raise RecipeError(path, problem, "write `key: value` lines")
+        raise RecipeError(path, f"a recipe is a YAML mapping, not {type(raw).__name__}", "write `key: value` lines")
     return raw
 
 

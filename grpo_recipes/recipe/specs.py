@@ -104,8 +104,7 @@ def check_setting(config: TrainingConfig, key: str, allowed: Sequence[Any], reas
         allowed: values that the key may have.
         reason: clause that follows the value in the message.
     """
-    value = getattr(config, key)
-    if value not in allowed:
+    if (value := getattr(config, key)) not in allowed:
         raise UserError(f"`{key}`", f"`{value}` {reason}", f"set `{key}` to {' or '.join(map(str, allowed))}")
 
 
@@ -193,8 +192,7 @@ class ReferenceSpec(Spec):
     def check_refresh(self, config: TrainingConfig) -> None:
         """Raise `UserError` if the refresh keys of `config` do not fit this reference."""
         if self.reset_optimizer_on_sync:
-            reason = "gives `reference.reset_optimizer_on_sync` no effect"
-            check_setting(config, "sync_ref_model", (True,), reason)
+            check_setting(config, "sync_ref_model", (True,), "gives `reference.reset_optimizer_on_sync` no effect")
         if not config.sync_ref_model:
             return
         check_number("beta", config.beta, POSITIVE, ", which needs no reference for `sync_ref_model` to refresh")

@@ -183,8 +183,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        allowed = TRL_KEYS[name].numbers if name in TRL_KEYS else None
-        if allowed is not None:
+        if name in TRL_KEYS and (allowed := TRL_KEYS[name].numbers) is not None:
             check_number(name, value, allowed)
         if not math.isfinite(value):
             raise UserError(f"`{name}`", f"it is {value}", "set a finite number")
@@ -307,8 +306,7 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
     if given.get("stop_strings") is not None:
         fix = "write `stop` instead, which vLLM understands as well"
         raise UserError("`generation_kwargs.stop_strings`", "TRL can't pass it on", fix)
-    stop = given.get("stop")
-    if stop is None:
+    if (stop := given.get("stop")) is None:
         return ()
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):

@@ -100,13 +100,11 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
         UserError: the base of the adapter can't be loaded, or the recipe asks for a new adapter on top.
     """
     name, model_args = recipe.model["model_name_or_path"], model_config(recipe)
-    config = adapter_config(name, model_args.model_revision)
-    if config is None:
+    if (config := adapter_config(name, model_args.model_revision)) is None:
         return name
     if model_args.use_peft:
         raise UserError("`use_peft`", "it asks for a new adapter, and `model_name_or_path` is one", "remove it")
     init = {}
     if (quantization := get_quantization_config(model_args)) is not None:
         init["quantization_config"] = quantization
-    revision = model_args.model_revision
-    return load_adapter(name, config, training_args, "model_name_or_path", revision=revision, **init)
+    return load_adapter(name, config, training_args, "model_name_or_path", revision=model_args.model_revision, **init)

@@ -155,8 +155,7 @@ def end_with_error(message: str) -> int:
     """Print the error line that a failed run ends with, write nothing into its folder, and return exit code 1."""
     with suppress(OSError):
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torch's launcher prints it at the end of its report
-            content = {"message": f"error: {message}", "timestamp": int(time.time())}
-            write_atomically(Path(path), json.dumps(content))
+            write_atomically(Path(path), json.dumps({"message": f"error: {message}", "timestamp": int(time.time())}))
     return print_last_line(f"error: {message}", 1)
 
 

@@ -63,8 +63,7 @@ def build_inputs(recipe: Recipe, machine: Machine) -> Inputs:
             done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
             say_once(f"{affected} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
         checked.geometry.check_dataset(len(train_dataset))
-        eval_dataset = checked.eval_dataset
-        if eval_dataset is not None:
+        if (eval_dataset := checked.eval_dataset) is not None:
             eval_dataset, _ = limit_prompts(eval_dataset, spec, tokenizer, template_kwargs, tools)
         check_vllm_prompts(config, [train_dataset, eval_dataset], tokenizer, tools)
         rollout = None

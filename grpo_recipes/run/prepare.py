@@ -131,9 +131,8 @@ def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> 
     if read_manifest(checkpoint) is None:  # another trainer's: `check_same_recipe` has printed what is not checked
         return
     with naming(f"{recipe.source}: `resume_from_checkpoint`"):
-        line = compare(checkpoint, identity)
-    if line is not None:
-        say_once(line)
+        if (line := compare(checkpoint, identity)) is not None:
+            say_once(line)
 
 
 def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
@@ -162,8 +161,7 @@ def identity_of(recipe: Recipe, checked: Checked) -> Identity:
     tools = checked.toolset.sources if checked.toolset is not None else {}
     with recipe.naming_this_file():
         template = ChatTemplate.read(recipe.chat_template_path)
-    digest = template.digest if template is not None else None
-    return identify(checked.train_dataset, checked.rewards, sources, tools, digest)
+    return identify(checked.train_dataset, checked.rewards, sources, tools, template.digest if template else None)
 
 
 @contextmanager

@@ -168,10 +168,9 @@ def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
     """Run the training loop from the checkpoint, if there is one. For a finished run only the checkpoint is loaded."""
     if prepared.is_over:
         say_once(f"already finished: {prepared.checkpoint} is the end of the run, and nothing remains to train")
-    checkpoint = str(prepared.checkpoint) if prepared.checkpoint else None
     try:
         with loading_only(trainer, prepared.steps) if prepared.is_over else nullcontext():
-            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.train(resume_from_checkpoint=str(prepared.checkpoint) if prepared.checkpoint else None)
     except (Exception, KeyboardInterrupt):
         close_progress_bars(trainer.callback_handler.callbacks)
         raise

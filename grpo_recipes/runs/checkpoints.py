@@ -306,8 +306,7 @@ def description_damage(checkpoint: Path) -> RunError | None:
 
     Other JSON files are ignored: a script may keep its own there, of any form and size.
     """
-    candidates = [checkpoint / name for name in RESUMED_JSON]
-    for file in sorted([*candidates, *checkpoint.glob(f"*/{ADAPTER_CONFIG}")]):
+    for file in sorted([*(checkpoint / name for name in RESUMED_JSON), *checkpoint.glob(f"*/{ADAPTER_CONFIG}")]):
         try:
             read_object(file, {})
         except FileNotFoundError:
@@ -327,8 +326,7 @@ def checkpoint_damage(checkpoint: Path) -> RunError | None:
         for file in sorted(path for pattern in patterns for path in checkpoint.glob(pattern)):
             if file.name != "training_args.bin":  # not read by a resume
                 check_weight_file(file)
-        is_split = any(checkpoint.glob("global_step*")) or any(checkpoint.glob("*_fsdp*"))
-        if not is_split:
+        if not any(checkpoint.glob("global_step*")) and not any(checkpoint.glob("*_fsdp*")):
             check_weight_files(checkpoint)
             # Without these files transformers starts a new optimizer and a new schedule, without a warning.
             for name in ("optimizer", "scheduler"):

@@ -143,12 +143,10 @@ class Resume:
                 return self._none_complete(self.named)
             fix = "name another checkpoint, or `true` for the newest complete one"
             return RunError(found.damage.place, found.damage.problem, fix)
-        is_others = not is_of_ours(self.folder)
-        if is_others and any(has_state(one.path) for one in self.rejected if one.cut_off):
+        if not is_of_ours(self.folder) and any(has_state(one.path) for one in self.rejected if one.cut_off):
             return self._none_complete(self.folder)
         # Starting again would lose a run that had complete checkpoints.
-        damaged = [one for one in self.rejected if not one.cut_off]
-        if not damaged:
+        if not (damaged := [one for one in self.rejected if not one.cut_off]):
             return None
         folders = " and ".join(str(one.path) for one in damaged)
         problem = f"{damaged[0].damage.problem}, and no other checkpoint is left to resume from"
@@ -235,8 +233,7 @@ def confirmed(point: Resume, *, each_node: bool) -> Resume:
 
 def unfit(checkpoint: Path, processes: int) -> RunError | None:
     """Return why a complete checkpoint does not fit a launch of `processes` ranks, or None if it does."""
-    manifest = read_manifest(checkpoint)
-    if manifest is None:
+    if (manifest := read_manifest(checkpoint)) is None:
         return None
     if manifest.model_only:
         problem = "it was saved with `save_only_model`, without its optimizer and random state"

@@ -238,8 +238,7 @@ def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | No
         RunError: a folder has an adapter configuration that can't be read.
     """
     file, fix = Path(where) / ADAPTER_CONFIG, "copy or download the adapter again"
-    is_local = Path(where).is_dir()
-    if is_local:
+    if is_local := Path(where).is_dir():
         try:
             read_object(file, ADAPTER, fix)
         except FileNotFoundError:

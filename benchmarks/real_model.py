@@ -52,8 +52,8 @@ from trl import get_peft_config
 
 from grpo_recipes import Recipe, evaluate_model, run_recipe
 from grpo_recipes.checks.checks import Machine
-from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import Estimate, mean_value
+from grpo_recipes.evaluation.summary import compare
 from grpo_recipes.recipe.recipe import model_config
 from grpo_recipes.run.prepare import prepare
 from grpo_recipes.runs.files import write_atomically

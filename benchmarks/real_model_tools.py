@@ -45,8 +45,8 @@ from grpo_recipes import Recipe, evaluate_model, run_recipe
 from grpo_recipes.checks.tokenizer import load_tokenizer
 from grpo_recipes.checks.tools import load_toolset
 from grpo_recipes.data.load import load
-from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import Estimate
+from grpo_recipes.evaluation.summary import compare
 from grpo_recipes.runs.files import write_atomically
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tools" / "calculator-smollm2.yaml"

@@ -323,9 +323,9 @@ def _add_compare(commands: Commands) -> None:
 
 def compare_evaluations(options: argparse.Namespace) -> int:
     """Print how two evaluations differ. Raises `UserError` if they can't be compared."""
-    from grpo_recipes.evaluation import comparison, summary
+    from grpo_recipes.evaluation import summary
 
-    result = comparison.compare(options.first, options.second)
+    result = summary.compare(options.first, options.second)
     if options.json:
         _say_json(result)
     else:

@@ -35,8 +35,7 @@ from grpo_recipes import cli
 from grpo_recipes.data.arithmetic import made_problems
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import final_answer
-from grpo_recipes.evaluation.comparison import compare
-from grpo_recipes.evaluation.summary import describe_comparison
+from grpo_recipes.evaluation.summary import compare, describe_comparison
 from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped

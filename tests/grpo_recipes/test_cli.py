@@ -17,7 +17,7 @@ from grpo_recipes import __version__, cli, train
 from grpo_recipes.cli import main
 from grpo_recipes.data import load as data
 from grpo_recipes.data.sources import DatasetUnreachable
-from grpo_recipes.evaluation import chat, comparison, evaluate, export, merge
+from grpo_recipes.evaluation import chat, evaluate, export, merge, summary
 from grpo_recipes.recipe.recipe import OUR_KEYS, shipped_files
 from grpo_recipes.recipe.trl_keys import DEFAULTS
 from grpo_recipes.run import launcher
@@ -91,7 +91,7 @@ ASKED = {"model": "m", "recipe": None, "prompt": "hello", "temperature": 0.5, "m
 @pytest.mark.parametrize(
     ("command", "module", "given", "named", "said"),
     [
-        ("compare a b --json", comparison, (Path("a"), Path("b")), {}, '"x"\n'),
+        ("compare a b --json", summary, (Path("a"), Path("b")), {}, '"x"\n'),
         ("merge runs/a --output b", merge, (Path("runs/a"), Path("b")), {}, "x\n"),
         ("export runs/a --to b", export, (Path("runs/a"), Path("b")), {}, "x\n"),
         ("chat m --prompt hello --temperature 0.5 --seed 3", chat, (), ASKED, ""),
@@ -101,7 +101,7 @@ def test_a_command_passes_its_options_on(
     command: str, module: ModuleType, given: Any, named: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     asked: list[Any] = []
-    name = module.__name__.rpartition(".")[2].replace("comparison", "compare")
+    name = module.__name__.rpartition(".")[2].replace("summary", "compare")
     monkeypatch.setattr(module, name, lambda *given, **named: asked.append((given, named)) or "x")
     assert printed(capsys, command) == said
     assert asked == [(given, named)]

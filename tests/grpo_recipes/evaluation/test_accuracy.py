@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.evaluation import accuracy, comparison
+from grpo_recipes.evaluation import accuracy, summary
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
@@ -133,7 +133,7 @@ def test_a_task_without_golds_is_evaluated_compared_and_reported(
     found = evaluated([f"{HERE}pays_the_level"], rows=GOLDLESS)
     assert "strict" not in found
     assert found["rewards"]["pays_the_level"]["mean"]["value"] == 1.0
-    compared = comparison.compare(tmp_path / "e", tmp_path / "e")
+    compared = summary.compare(tmp_path / "e", tmp_path / "e")
     assert compared.keys() == {"problems", "warnings", "rewards"}
     assert compared["rewards"]["pays_the_level"]["mean"]["difference"]["value"] == 0.0
     for name, rewards in (("g", []), ("h", [f"{HERE}needs_a_trainer"])):
@@ -152,10 +152,10 @@ def test_rewards_whose_specs_differ_are_not_compared(evaluated: Callable, tmp_pa
     first = evaluated([CORRECT, "repetition"])["rewards"]
     evaluated([{**CORRECT, "kwargs": {"extract": "hashes"}}], name="f")
     with refused(tmp_path / "f", "`settings.strict`"):
-        comparison.compare(tmp_path / "e", tmp_path / "f")
+        summary.compare(tmp_path / "e", tmp_path / "f")
     evaluated([{**CORRECT, "weight": 0.5}, {"name": "repetition", "kwargs": {"ngram": 2}}], name="g")
     for one, other in (("e", "g"), ("g", "e")):
-        rewards = comparison.compare(tmp_path / one, tmp_path / other)["rewards"]
+        rewards = summary.compare(tmp_path / one, tmp_path / other)["rewards"]
         assert list(rewards) == ["gsm8k_correctness"], "the weight makes no difference"
         assert rewards["gsm8k_correctness"]["mean"]["first"] == first["gsm8k_correctness"]["mean"]
 

@@ -17,11 +17,11 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation.accuracy import MeasuredReward, strict_rewards
-from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import mean_share
 from grpo_recipes.evaluation.evaluate import evaluate_into
 from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.summary import compare
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.lock import LOCK

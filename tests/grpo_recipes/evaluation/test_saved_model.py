@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import save_file
 
 from grpo_recipes.checks.tokenizer import ChatTemplate
-from grpo_recipes.evaluation import comparison, evaluate, saved_model
+from grpo_recipes.evaluation import evaluate, saved_model, summary
 from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.vllm_engine import needs_merging
 from tests.support.errors import refused
@@ -190,5 +190,5 @@ def test_an_adapter_is_evaluated_on_the_base_in_4_bits_that_it_was_trained_on(tm
     made_with = json.loads((tmp_path / "b" / "evaluation.json").read_text())["made_with"]
     assert made_with["dtype"] == "bfloat16"
     assert "nf4" in made_with["quantization"]
-    (warning,) = comparison.compare(tmp_path / "a", tmp_path / "b")["warnings"]
+    (warning,) = summary.compare(tmp_path / "a", tmp_path / "b")["warnings"]
     assert f"quantization not recorded and {made_with['quantization']}" in warning

@@ -17,9 +17,10 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from grpo_recipes.evaluation import comparison, evaluate, vllm_engine
+from grpo_recipes.evaluation import evaluate, vllm_engine
 from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.summary import compare
 from grpo_recipes.evaluation.vllm_engine import VLLM
 from tests.support import tiny
 from tests.support.errors import refused
@@ -353,7 +354,7 @@ def test_an_evaluation_records_its_engine_and_the_sampling_settings_in_force(
     assert summary["sampling"].items() >= {**NEUTRAL, "temperature": 1.0, "max_tokens": 4}.items()
     StubServer.answers["/v1/models"] = b"no answer"
     assert evaluate.evaluate_model(policy, **options, **served) == summary, "read, not evaluated again"
-    (warning,) = comparison.compare(tmp_path / "a", tmp_path / "b")["warnings"]
+    (warning,) = compare(tmp_path / "a", tmp_path / "b")["warnings"]
     assert "engine transformers and vllm server; version" in warning
     assert "dtype float32 and bfloat16" in warning
 

@@ -393,8 +393,7 @@ def _check_offline(recipe: Recipe) -> None:
     for key, generates in generating.items():
         if generates:
             fix = "remove it, and run `grpo-recipes evaluate` afterwards" if key == "eval_strategy" else "remove it"
-            problem = "it generates completions, and `offline` trains on recorded responses"
-            raise recipe.error(f"`{key}`", problem, fix)
+            raise recipe.error(f"`{key}`", "it generates completions, and `offline` trains on recorded responses", fix)
     if recipe.compares_whole_batch and "num_generations" in recipe.training:
         raise recipe.error("`num_generations`", "`offline.baseline: batch` takes one response a prompt", "remove it")
 

@@ -16,21 +16,9 @@ import xxhash
 from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from grpo_recipes.data import presets
 from grpo_recipes.data.places import Places, RowName, selected
-from grpo_recipes.data.presets import (
-    ONE_CHOICE,
-    Preset,
-    Read,
-    Turns,
-    choice_columns,
-    is_missing,
-    message,
-    preset_of,
-    role_and_content,
-    text_of,
-    user_turn,
-    with_labels,
-)
+from grpo_recipes.data.presets import Preset, Read, Turns
 from grpo_recipes.data.sources import PlacedRows
 from grpo_recipes.data.tables import BATCH, IMAGE_COLUMNS, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS, DatasetSpec
@@ -115,7 +103,7 @@ def phrased(rows: PlacedRows, spec: DatasetSpec) -> Prompts:
     reading = _reading(rows, spec)
     if spec.drop_missing:
         # A question may have fewer choices than others.
-        needed = [column for part, column in reading.columns.items() if not part.startswith(ONE_CHOICE)]
+        needed = [column for part, column in reading.columns.items() if not part.startswith(presets.ONE_CHOICE)]
         rows = _complete(rows, [*needed, *GOLDS])
         table = rows.table
     _check_names(rows, reading)
@@ -152,7 +140,7 @@ def _complete(rows: PlacedRows, columns: Sequence[str]) -> PlacedRows:
     start = 0
     for batch in rows.table.select_columns(names).iter(BATCH):
         values = list(zip(*batch.values(), strict=True))
-        kept += [start + number for number, row in enumerate(values) if not any(map(is_missing, row))]
+        kept += [start + number for number, row in enumerate(values) if not any(map(presets.is_missing, row))]
         start += len(values)
     if os.environ.get("RANK", "0") == "0" and len(kept) < start:
         logger.info("drop_missing: %d of %d rows have no prompt or no gold", start - len(kept), start)
@@ -199,10 +187,9 @@ class _Phrasing:
             place = f"`dataset.prompt_template`: {where}"
             raise UserError(place, f"it fails here ({reason_of(error)})", "correct template or row") from error
         if not content.strip():
-            place = f"`dataset.prompt_template`: {where}"
-            raise UserError(place, "it leaves the prompt empty", "correct the row")
+            raise UserError(f"`dataset.prompt_template`: {where}", "it leaves the prompt empty", "correct the row")
         # The columns are hashed, not the text: another wording of the template must not move a row to another side.
-        return user_turn(content), made, _hash([row.get(column) for column in self.reading.template_columns])
+        return presets.user_turn(content), made, _hash([row.get(column) for column in self.reading.template_columns])
 
     def _table(self, rows: Sequence[tuple[Turns, dict[str, Any], int]]) -> pa.Table:
         columns: dict[str, pa.Array] = {}
@@ -221,7 +208,7 @@ def prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
     if isinstance(turns, str):
         if is_text and system is None:
             return turns
-        turns = user_turn(turns)
+        turns = presets.user_turn(turns)
     messages = list(turns)
     if system is not None and turns[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -236,7 +223,7 @@ def _hash(content: Any) -> int:
 
 
 def _reading(rows: PlacedRows, spec: DatasetSpec) -> _Reading:
-    preset = preset_of(spec)
+    preset = presets.preset_of(spec)
     reading = _own_reading(rows, spec) if preset is None else _preset_reading(preset, rows)
     if spec.prompt_template is None:
         return reading
@@ -256,8 +243,8 @@ def _preset_reading(preset: Preset, rows: PlacedRows) -> _Reading:
     columns: dict[str, str] = {}
     for part, names in preset.columns.items():
         found = [name for name in names if name in rows.table.column_names]
-        single = choice_columns(rows.table.column_names) if part == "choices" and not found else []
-        columns |= {f"{ONE_CHOICE}{name}": name for name in single}
+        single = presets.choice_columns(rows.table.column_names) if part == "choices" and not found else []
+        columns |= {f"{presets.ONE_CHOICE}{name}": name for name in single}
         if found:
             columns[part] = found[0]
         elif not single:
@@ -309,7 +296,7 @@ def _ends_with_gold(table: datasets.Dataset, column: str) -> bool:
         return False
     turns = table.select_columns([column])[0][column]  # other columns may hold images, which would be decoded
     last = turns[-1] if isinstance(turns, list) and turns else None
-    return role_and_content(last)[0] == "assistant"
+    return presets.role_and_content(last)[0] == "assistant"
 
 
 def _has_roles(table: datasets.Dataset) -> bool:
@@ -325,7 +312,7 @@ def _no_turns(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str,
 
 
 def _question(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
-    return user_turn(text_of(parts, "question", where)), {}
+    return presets.user_turn(presets.text_of(parts, "question", where)), {}
 
 
 def _given_prompt(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
@@ -333,7 +320,7 @@ def _given_prompt(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[
     if isinstance(prompt, str) and prompt.strip():
         return prompt, {}
     if isinstance(prompt, list):
-        turns = [message(turn, where) for turn in prompt]
+        turns = [presets.message(turn, where) for turn in prompt]
         if any(turn["content"].strip() for turn in turns):
             return turns, {}
     fix = "write text or messages that are not empty"
@@ -386,7 +373,7 @@ def columns_of_prompt(spec: DatasetSpec) -> tuple[str, ...] | None:
     """
     if spec.prompt_template is not None:
         return _template_columns(spec.prompt_template)
-    preset = preset_of(spec)
+    preset = presets.preset_of(spec)
     return None if preset is None else tuple(part for part in preset.columns if part in ("question", "text", "choices"))
 
 
@@ -403,7 +390,7 @@ def phrased_text(spec: DatasetSpec, text: str) -> str:
         return text
     if spec.prompt_template is None:
         text = text.strip()  # as `text_of` does with the columns of presets
-        return text if spec.labels is None else with_labels(text, spec.labels)
+        return text if spec.labels is None else presets.with_labels(text, spec.labels)
     try:
         return _environment().from_string(spec.prompt_template).render({columns[0]: text})
     except Exception as error:  # a filter or method in a template may raise any exception

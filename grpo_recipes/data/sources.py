@@ -17,19 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from grpo_recipes.data import tables
+from grpo_recipes.data import tables, text_files
 from grpo_recipes.data.hub import cache_only_if_hub_is_silent, is_missing
 from grpo_recipes.data.places import Place, Places, joined, numbered, selected
-from grpo_recipes.data.text_files import (
-    COMPRESSIONS,
-    TEXT_SUFFIXES,
-    TextFormat,
-    guess_format,
-    has_cells,
-    read_text_files,
-    suffix_of,
-    text_places,
-)
+from grpo_recipes.data.text_files import COMPRESSIONS, TEXT_SUFFIXES, TextFormat, suffix_of
 from grpo_recipes.recipe.dataset import SourceSpec
 from grpo_recipes.recipe.specs import RecipeError
 from grpo_rewards.errors import UserError, one_line, shortened
@@ -140,7 +131,7 @@ def guess_source(path: str) -> SourceSpec:
     paths = _files(path, Keys("path", "split"))
     if not paths[0].is_file() or suffix_of(paths[0]) not in TEXT_SUFFIXES:
         return SourceSpec(path)
-    return SourceSpec(path, **vars(guess_format(paths[0])))
+    return SourceSpec(path, **vars(text_files.guess_format(paths[0])))
 
 
 def _files(pattern: str, keys: Keys) -> list[Path]:
@@ -157,7 +148,7 @@ def _files(pattern: str, keys: Keys) -> list[Path]:
 
 def unread_notation(path: str) -> set[str]:
     """Return the keys of `TextFormat` that have no effect on a path with this suffix."""
-    if has_cells(Path(path)):
+    if text_files.has_cells(Path(path)):
         return set()
     return set(vars(TextFormat())) - ({"encoding"} if suffix_of(Path(path)) in TEXT_SUFFIXES else set())
 
@@ -185,7 +176,8 @@ def file_rows(source: SourceSpec, keys: Keys) -> PlacedRows:
     _check_notation(source, unread_notation(str(paths[0])))
     if paths[0].suffix != ".parquet":
         notation = TextFormat(source.delimiter, source.encoding, source.decimal)
-        return PlacedRows(read_text_files(paths, keys.path, notation), partial(text_places, paths, keys.path, notation))
+        places = partial(text_files.text_places, paths, keys.path, notation)
+        return PlacedRows(text_files.read_text_files(paths, keys.path, notation), places)
     name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     try:
         table = datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train")

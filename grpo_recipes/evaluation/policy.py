@@ -96,8 +96,7 @@ class ModelPolicy:
         if self.vllm is not None:
             made = made_with(self.model, self.vllm)
         else:
-            made = {"version": version("transformers"), "dtype": self.model.dtype}
-            made |= self.model.describe_quantization()
+            made = {"version": version("transformers"), "dtype": self.model.dtype, **self.model.describe_quantization()}
         return {"made_with": made, "sampling": self.engine.sampling(settings)}
 
     def trial_row(self) -> dict[str, Any]:

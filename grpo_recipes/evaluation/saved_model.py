@@ -240,5 +240,4 @@ def _loaded(loader: Any, name: str, place: object, subject: str, fix: str, **opt
     except UserError:
         raise
     except Exception as error:  # transformers raises any class for a damaged file
-        problem = f"{subject} can't be loaded ({one_line(error) or type(error).__name__})"
-        raise UserError(place, problem, fix) from error
+        raise UserError(place, f"{subject} can't be loaded ({one_line(error) or type(error).__name__})", fix) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_recipes.checks.tokenizer import CHAT_TEMPLATE_PATH, ChatTemplate
 from grpo_recipes.evaluation import accuracy
-from grpo_recipes.recipe.trl_keys import check_numbers, generation_mapping
+from grpo_recipes.recipe.trl_keys import check_numbers, mapping_of
 from grpo_recipes.runs import files
 from grpo_rewards.errors import UserError, shortened
 from grpo_rewards.reward import BaseReward
@@ -75,7 +75,7 @@ def training_sampling(recipe: Mapping[str, Any]) -> dict[str, float]:
         UserError: A value is not a number, or is out of range.
     """
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
-    given = {**recipe, **generation_mapping(recipe.get("generation_kwargs"))}  # TRL lets the latter win
+    given = {**recipe, **mapping_of("generation_kwargs", recipe.get("generation_kwargs"))}  # TRL lets the latter win
     for name in (*sampling, "min_p"):
         if (value := given.get(name)) is None:
             continue

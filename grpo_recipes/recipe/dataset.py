@@ -219,8 +219,7 @@ class DatasetSpec(Spec):
         if self.path is None and self.name not in self.WITHOUT_PATH:
             what = f"that `{self.name}` is to read" if self.name else "to read, or a preset with `dataset.name`"
             raise UserError("`dataset.path`", "it is missing", f"name the file, folder or hub id {what}")
-        unread = self.FOREIGN.get(self.name, _OF_FEW)
-        self._check_unset(unread, f"the dataset `{self.name or 'path'}`")
+        self._check_unset(self.FOREIGN.get(self.name, _OF_FEW), f"the dataset `{self.name or 'path'}`")
         for key in ("path", "eval_path"):
             if getattr(self, key) == "":
                 raise UserError(f"`dataset.{key}`", "it is empty", "name a file, a folder or a hub id")

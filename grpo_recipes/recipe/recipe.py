@@ -425,8 +425,7 @@ def _entry(node: Any, name: str, place: str) -> str | int:
         shown = redacted({place: node})[place]
         raise UserError(f"`{place}`", f"it is {shown!r}, which has no keys", f"leave `.{name}` out")
     if not name.isdecimal() or int(name) >= len(node):
-        problem = f"it is a list and has no entry `{name}`"
-        raise UserError(f"`{place}`", problem, f"give an index below {len(node)}")
+        raise UserError(f"`{place}`", f"it is a list and has no entry `{name}`", f"give an index below {len(node)}")
     return int(name)
 
 

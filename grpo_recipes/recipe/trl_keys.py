@@ -169,7 +169,7 @@ def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
         result["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
     for name in ("chat_template_kwargs", "model_init_kwargs"):
         if result.get(name) is not None:
-            result[name] = dict(_mapping(name, result[name]))
+            result[name] = dict(mapping_of(name, result[name]))
     for name, value in result.items():
         choices = TRL_KEYS[name].choices if name in TRL_KEYS else ()
         if choices and value not in choices:
@@ -282,7 +282,7 @@ def check_generation(config: TrainingConfig) -> None:
     Args:
         config: TRL's training arguments, or the recipe's values under the same names.
     """
-    given = generation_mapping(config.generation_kwargs)
+    given = mapping_of("generation_kwargs", config.generation_kwargs)
     stop = stop_strings(given)
     if not config.use_transformers_continuous_batching:
         return
@@ -302,7 +302,7 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
         UserError: `stop` is not a string or a list of strings, or transformers' key `stop_strings` is used, which TRL
             can't pass on.
     """
-    given = generation_mapping(generation_kwargs)
+    given = mapping_of("generation_kwargs", generation_kwargs)
     if given.get("stop_strings") is not None:
         fix = "write `stop` instead, which vLLM understands as well"
         raise UserError("`generation_kwargs.stop_strings`", "TRL can't pass it on", fix)
@@ -314,13 +314,16 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
     return tuple(strings)
 
 
-def generation_mapping(generation_kwargs: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return `generation_kwargs` as `GRPOConfig` reads them: a mapping, or a mapping written as JSON."""
-    return _mapping("generation_kwargs", generation_kwargs)
+def mapping_of(name: str, value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return the value of a key that `GRPOConfig` reads as a mapping, or as a mapping written as JSON.
 
+    Args:
+        name: name of the key, for the message.
+        value: value of the key. None stands for an empty mapping.
 
-def _mapping(name: str, value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return the value of the key `name`, which may be a mapping written as JSON. Raise `UserError` for any other."""
+    Raises:
+        UserError: it is anything else.
+    """
     given: Any = value or {}
     if isinstance(given, str):
         with suppress(json.JSONDecodeError):

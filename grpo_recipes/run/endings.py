@@ -108,8 +108,7 @@ def end_failed(prepared: Prepared, error: Exception) -> int:
     """Print why a run failed and from which checkpoint it can resume, and return exit code 1."""
     began = prepared.interruption.began
     checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
-    secrets = known_secrets(prepared.recipe)
-    return report(error, prepared.recipe.output_dir, checkpoint, began=began, secrets=secrets)
+    return report(error, prepared.recipe.output_dir, checkpoint, began=began, secrets=known_secrets(prepared.recipe))
 
 
 def report(

@@ -84,8 +84,7 @@ def check_weights(recipe: Recipe) -> None:
         base = config.base_model_name_or_path if config is not None else None
     if base is not None and Path(base).is_absolute() and not Path(base).exists():
         problem = f"{name} is an adapter, and its base {base} is missing"
-        fix = "set `base_model_name_or_path` in its adapter_config.json"
-        raise recipe.error("`model_name_or_path`", problem, fix)
+        raise recipe.error("`model_name_or_path`", problem, "set `base_model_name_or_path` in its adapter_config.json")
     _check_folder_weights(recipe, "base_model_name_or_path", base)
     _check_folder_weights(recipe, "model_name_or_path", name)
     _check_folder_weights(recipe, "reference.adapter", recipe.reference.adapter)

@@ -277,10 +277,9 @@ def weights_of(source: Source) -> dict[str, str]:
         return {} if source.commit is None else {"commit": source.commit}
     try:
         files = {str(file.relative_to(folder)): identify_weights(file) for file in weight_files(folder)}
-        files |= _beside_weights(folder)
+        return files | _beside_weights(folder)
     except (RunError, OSError):  # loading the weights reports what is wrong with them
         return {}
-    return files
 
 
 def _beside_weights(folder: Path) -> dict[str, str]:

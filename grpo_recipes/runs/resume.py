@@ -99,8 +99,7 @@ def begin_launch(folder: Path, source: Path | None) -> list[Path]:
 
 def oldest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a run's folder in the order in which rotation removes them, abandoned ones first."""
-    abandoned = sorted(numbered(folder, ABANDONED), key=step_in_name)
-    return [*abandoned, *sorted(numbered(folder), key=step_in_name)]
+    return [path for suffix in (ABANDONED, "") for path in sorted(numbered(folder, suffix), key=step_in_name)]
 
 
 @dataclass(frozen=True)

@@ -249,8 +249,7 @@ def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | No
         return PeftConfig.from_pretrained(str(where), revision=revision)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if is_local:
-            problem = f"peft can't read it ({type(error).__name__}: {one_line(error)})"
-            raise RunError(file, problem, fix) from error
+            raise RunError(file, f"peft can't read it ({type(error).__name__}: {one_line(error)})", fix) from error
         return None
 
 

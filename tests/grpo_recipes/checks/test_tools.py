@@ -355,7 +355,7 @@ def toolset_with(*functions: Callable[..., Any]) -> Toolset:
 def test_calls_of_several_styles_are_read_back() -> None:
     """GLM's arguments get their types from the tools, LFM2's are Python, and TRL trains Qwen3 on another template."""
     for name in ("qwen3", "glm4moe", "lfm2_2_5"):
-        chat_template = try_template("m", toolset_with(many), chat_tokenizer(template_of(name)))
+        chat_template = try_template("m", toolset_with(many), chat_tokenizer(template_of(name)), None)
         assert (chat_template is not None) is (name == "qwen3")
 
 

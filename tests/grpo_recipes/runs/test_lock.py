@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from grpo_recipes import train
+from grpo_recipes.run import prepare, train
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.lock import LOCK, only_writer
@@ -193,18 +194,20 @@ def test_all_ranks_of_a_launch_that_lost_its_folder_stop_before_they_write(tmp_p
     assert "host=other-host" in (run / LOCK).read_text()
 
 
-@pytest.mark.parametrize(("after", "written"), [("confirm_checkpoint", []), ("train", ["run.json"])])
+@pytest.mark.parametrize(
+    ("module", "after", "written"), [(prepare, "confirm_checkpoint", []), (train, "train", ["run.json"])]
+)
 def test_a_folder_lost_outside_of_the_steps_gets_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], after: str, written: list[str]
+    module: ModuleType, after: str, written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    run, original = tmp_path / "run", getattr(train, after)
+    run, original = tmp_path / "run", getattr(module, after)
 
     def loses(*given: Any) -> Any:
         done = original(*given)
         take_over(run)
         return done
 
-    monkeypatch.setattr(train, after, loses)
+    monkeypatch.setattr(module, after, loses)
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     changes = {"max_steps": 1, "save_strategy": "no", "save_steps": None, "log_completions": False}
     recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, run, **changes)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import grpo_recipes
 from grpo_recipes import cli
-from grpo_recipes.evaluation import evaluate
 from grpo_recipes.recipe.recipe import RecipeError
 from tests.support import launching
 from tests.support.errors import refused
@@ -72,35 +71,16 @@ def test_training_stops_early_and_ends_with_the_best_checkpoint(recipe: Path, tm
     assert any(not torch.equal(final[name], last[name]) for name in last)
 
 
-NOTHING_TO_COMPARE = [
-    ({"load_best_model_at_end": False}, "`load_best_model_at_end"),
-    ({"eval_strategy": "no", "load_best_model_at_end": False}, "`eval_strategy"),
-    ({"early_stopping_patience": 0}, "`early_stopping_patience`"),
-]
-
-
-def test_stopping_early_needs_evaluations_to_compare(recipe: Path) -> None:
-    for changes, says in NOTHING_TO_COMPARE:
-        with refused("", says, by=RecipeError):
-            grpo_recipes.run_recipe(grpo_recipes.Recipe.load(recipe, **{**EVALUATING, **changes}))
-
-
-def test_several_held_out_sets_in_one_call(recipe: Path, tmp_path: Path) -> None:
+def test_several_held_out_sets_in_one_call(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"easy": 3, "hard": 4}
     paths = [str(launching.write_rows(tmp_path / f"{name}.jsonl", count)) for name, count in sizes.items()]
     options = ["--prompt_format", "text", "--max_new_tokens", "2", "--output", str(tmp_path / "out")]
-    assert cli.main(["evaluate", str(tmp_path / "policy"), *options, "--path", *paths]) == 0
-    for name, count in sizes.items():
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path / "policy"), *options, "--json", "--path", *paths]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    for path, (name, count) in zip(paths, sizes.items(), strict=True):
         assert json.loads((tmp_path / "out" / name / "evaluation.json").read_text())["problems"] == count
-
-
-def test_held_out_sets_are_saved_beside_the_evaluation_of_the_run() -> None:
-    paths = ["data/easy.csv", "data/hard.csv"]
-    requests = evaluate.Request(model=".", samples=2).on_each(paths)
-    folders = [Path("evaluations") / f"after-{name}-2-samples" for name in ("easy", "hard")]
-    assert [request.output for request in requests] == folders
-    first, _ = evaluate.Request(model="org/model").on_each(paths)
-    assert first.output == Path("runs/evaluations/org--model-easy")
+        assert printed[path]["problems"] == count
 
 
 def test_the_package_exports_what_a_script_needs() -> None:

@@ -7,7 +7,6 @@ import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ from grpo_recipes import __version__, cli, train
 from grpo_recipes.cli import main
 from grpo_recipes.data import load as data
 from grpo_recipes.data.sources import DatasetUnreachable
-from grpo_recipes.evaluation import chat, evaluate, export, merge, summary
 from grpo_recipes.recipe.recipe import OUR_KEYS, shipped_files
 from grpo_recipes.recipe.trl_keys import DEFAULTS
 from grpo_recipes.run import launcher
 from grpo_rewards import cli as rewards_cli
-from grpo_rewards.errors import did_you_mean
 from tests.grpo_rewards.test_terminal import FullDisk
 from tests.support import bad_input, launching
 from tests.support.synthetic import ramp, write_run
@@ -69,42 +66,6 @@ def test_the_hint_after_a_lost_launch_names_the_newest_checkpoint(
     monkeypatch.setattr(launcher, "launch", lambda *given: hints.append(given[2]()) or 0)
     assert main(["train", str(recipe), "--resume_from_checkpoint", "true", "--accelerate_config", "cpu"]) == 0
     assert "checkpoint-2" in hints[0]
-
-
-def test_evaluate_makes_a_request_of_its_options_for_each_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    requests: list[evaluate.Request] = []
-    monkeypatch.setattr(
-        evaluate, "evaluate_request", lambda request: requests.append(request) or {"table": request.path}
-    )
-    one, two = "evaluate m --samples 4 --tags a b --path x.csv", "evaluate m --samples 4 --path x.csv y.csv"
-    assert json.loads(printed(capsys, f"{one} --json")) == {"table": "x.csv"}
-    assert requests == [evaluate.Request(model="m", samples=4, tags=("a", "b"), path="x.csv")]
-    assert json.loads(printed(capsys, f"{two} --json")) == {"x.csv": {"table": "x.csv"}, "y.csv": {"table": "y.csv"}}
-    assert [(request.path, request.tags) for request in requests[1:]] == [("x.csv", None), ("y.csv", None)]
-
-
-ASKED = {"model": "m", "recipe": None, "prompt": "hello", "temperature": 0.5, "max_new_tokens": None, "seed": 3}
-
-
-@pytest.mark.parametrize(
-    ("command", "module", "given", "named", "said"),
-    [
-        ("compare a b --json", summary, (Path("a"), Path("b")), {}, '"x"\n'),
-        ("merge runs/a --output b", merge, (Path("runs/a"), Path("b")), {}, "x\n"),
-        ("export runs/a --to b", export, (Path("runs/a"), Path("b")), {}, "x\n"),
-        ("chat m --prompt hello --temperature 0.5 --seed 3", chat, (), ASKED, ""),
-    ],
-)
-def test_a_command_passes_its_options_on(
-    command: str, module: ModuleType, given: Any, named: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    asked: list[Any] = []
-    name = module.__name__.rpartition(".")[2].replace("summary", "compare")
-    monkeypatch.setattr(module, name, lambda *given, **named: asked.append((given, named)) or "x")
-    assert printed(capsys, command) == said
-    assert asked == [(given, named)]
 
 
 def test_diagnose_fails_for_findings_and_for_a_run_that_no_check_can_read(tmp_path: Path, capsys: Any) -> None:
@@ -208,20 +169,6 @@ def test_options_are_not_abbreviated_and_required_ones_are_asked_for(capsys: pyt
             main(arguments.split())
         assert left.value.code == 2
         assert named in capsys.readouterr().err
-
-
-WORDS = [
-    ("lora_rank", ["lora_r", "local_rank"], "lora_r"),
-    ("--gpu-memry", ["--gpu_memory", "vllm_gpu_memory_utilization"], "--gpu_memory"),
-    ("--model", ["delta", "model_name_or_path"], "model_name_or_path"),
-    ("xyz", ["delta", "beta"], None),
-]
-
-
-def test_the_nearest_name() -> None:
-    for word, known, nearest in WORDS:
-        found = did_you_mean(word, known, "otherwise")
-        assert (f"`{nearest}`" in found) if nearest else (found == "otherwise")
 
 
 RUN, OTHER = Path("runs/a"), Path("runs/b")

@@ -220,13 +220,6 @@ def test_check_reads_the_golds_of_any_correctness_reward(tmp_path, capsys):
     assert main(["check", path, "--reward", "string_match"]) == 0
 
 
-@pytest.mark.parametrize("option", ["--gold_column", "--gold-column"])
-def test_options_have_two_spellings(tmp_path, option):
-    path = write(tmp_path / "rows.jsonl", [{"solution": "#### 18"}])
-    assert main(["check", path, option, "solution"]) == 0
-    assert main(["check", path, f"{option}=solution"]) == 0
-
-
 def test_a_command_has_its_defaults(monkeypatch, capsys):
     assert vars(cli._options(["check", "f"]))["reward"] == "gsm8k_correctness"
     options = vars(cli._options(["audit", "f", "--reward", "r"]))

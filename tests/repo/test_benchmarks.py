@@ -248,3 +248,52 @@ def test_mutations_of_a_gold(
     changed = gold_answers.changed_digit(gold, random.Random(0))
     differing = [(old, new) for old, new in zip(gold, changed, strict=True) if old != new]
     assert len(differing) == any(character.isdigit() for character in gold)
+
+
+def test_the_cure_goes_where_float32_goes_and_plain_bfloat16_does_not() -> None:
+    benchmark = import_module("precision")
+    optimizers = benchmark.contestants()
+    weights = [0.02 * torch.randn(2000, generator=torch.Generator().manual_seed(0)), torch.ones(100)]
+    results = benchmark.run([weight.bfloat16() for weight in weights], 100, optimizers)
+    ours, plain = results["adamw_bf16 (ours)"], results["torch AdamW on bfloat16"]
+    assert 0.99 < ours.projection < 1.01
+    assert ours.error < 0.03
+    assert ours.second_moment == pytest.approx(1, abs=1e-6)
+    assert plain.projection < 0.2
+    assert plain.second_moment > 1.03  # in bfloat16 it can't decay as it should
+    floor = results["float32, its last weights rounded to bfloat16"]
+    assert ours.stored_error == pytest.approx(floor.stored_error, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("number", [0, 1], ids=["padded", "varlen"])
+def test_operations_of_a_micro_batch_are_those_of_the_formula(number: int, checkpointing: bool) -> None:
+    """Each weight takes 2 operations per token in the forward pass, 4 in the backward, and 2 where it is repeated."""
+    roofline = import_module("roofline")
+    if number == 1 and not roofline.takes_grouped_heads():
+        pytest.skip(f"torch {torch.__version__} has no varlen_attn for grouped heads, which torch 2.12 brought")
+    lengths, size = roofline.Lengths.draw("mean 300"), roofline.SIZES["0.5B"]
+    hidden, inner, heads = size["hidden_size"], size["intermediate_size"], size["num_attention_heads"]
+    width = hidden // heads
+    keys = 2 * size["num_key_value_heads"] * width
+    weights = hidden * (2 * hidden + keys + 3 * inner)
+    labels = lengths.completions[0].sum()
+    if number == 0:
+        columns = lengths.prompts.max() + lengths.completions.max()
+        tokens, pairs = 8 * columns, 8 * columns**2
+    else:
+        before = lengths.prompts[0] - 1
+        tokens = before + labels
+        pairs = sum(range(1, before + 1))
+        for length in lengths.completions[0]:
+            pairs += sum(range(before + 1, before + length + 1))
+    layers, products, attentions = 2, 3 * weights, 3.5
+    if checkpointing:  # the second forward pass of a layer ends before its last product, whose result nothing needs
+        products += weights - inner * hidden
+        attentions += 1
+    expected = layers * (2 * tokens * products + 4 * pairs * hidden * attentions)
+    expected += 8 * labels * hidden * size["vocab_size"]  # the head runs again in the backward pass
+    model = roofline.model_of("0.5B", layers, lora=False, checkpointing=checkpointing)
+    _, kernels = roofline.kernels_of(model, lengths, 0, roofline.LAYOUTS[number], checkpointing)
+    assert sum(kernel.flops for kernel in kernels) == pytest.approx(expected, rel=1e-4)

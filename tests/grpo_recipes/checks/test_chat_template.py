@@ -15,7 +15,6 @@ from grpo_recipes.checks.tokenizer import ChatTemplate, load_tokenizer
 from grpo_recipes.checks.tools import check_template, load_toolset
 from grpo_recipes.evaluation import evaluate
 from grpo_recipes.recipe.recipe import RecipeError, shipped
-from grpo_recipes.runs.identity import Identity, differences
 from tests.support import tiny
 from tests.support.errors import refused
 from tests.support.recipes import read_recipe
@@ -109,15 +108,6 @@ def test_a_template_takes_the_place_of_all_that_the_model_says_about_its_own() -
     replaced = ChatTemplate(Path("a"), "another", None).replace_in(tokenizer)
     assert (replaced.chat_template, replaced.response_template, replaced.response_schema) == ("another", None, None)
     assert ChatTemplate(Path("a"), "x", {"fields": {}}).replace_in(tokenizer).response_template == {"fields": {}}
-
-
-def test_a_resume_with_another_template_is_refused() -> None:
-    content = {"rows": None, "columns": {}, "weights": {}, "rewards": {}, "tools": {}, "versions": {}}
-    before = {**content, "chat_template": "1"}
-    assert not differences(before, Identity(before)).refused
-    assert len(differences(before, Identity({**content, "chat_template": "2"})).refused) == 1
-    # A checkpoint of an earlier version records none.
-    assert not differences(content, Identity({**content, "chat_template": None})).refused
 
 
 @pytest.mark.slow

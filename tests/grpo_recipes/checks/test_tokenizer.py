@@ -116,7 +116,14 @@ PLAIN_USERS = "{% for m in messages %}{{ m.content }}{{ END if m.role == 'assist
 
 @pytest.mark.parametrize(
     ("end", "found"),
-    [("'<|im_end|>'", 257), ("' <|im_end|>'", 257), ("'<|im_end|>x'", 257), ("'.'", None), ("''", None)],
+    [
+        ("'<|im_end|>'", 257),
+        ("' <|im_end|>'", 257),
+        ("'<|im_end|>x'", 257),
+        ("'.'", None),
+        ("''", None),
+        ("raise_exception('no assistant')", None),
+    ],
 )
 def test_the_end_of_a_turn_is_the_first_token_after_an_answer(end: str, found: int | None) -> None:
     tokenizer = tiny.chat_tokenizer(PLAIN_USERS.replace("END", end))
@@ -133,6 +140,7 @@ def test_the_end_of_a_turn_depends_on_the_arguments_of_the_template(tmp_path: Pa
     strange = {"chat_template_kwargs": {"strange": True}}
     with refused("", "`<|im_start|>`", by=RecipeError):
         check_chat_template(recipe_of(model, **strange), load_tokenizer(recipe_of(model)), PROMPTS[0])
+    check_chat_template(recipe_of(model, **strange), load_tokenizer(recipe_of(model)), "text is no conversation")
     # A turn that ends with text has no such token, and stop strings end a turn too.
     for keys in ({}, {"chat_template_kwargs": {"plain": True}}, {**strange, "generation_kwargs": {"stop": ["."]}}):
         mine = recipe_of(model, **keys)

@@ -14,7 +14,6 @@ from transformers.utils import get_json_schema
 from trl import chat_template_utils as trl_templates
 
 from grpo_recipes import train
-from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.tools import (
     Tool,
     Toolset,
@@ -26,9 +25,6 @@ from grpo_recipes.checks.tools import (
     try_template,
 )
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
-from grpo_recipes.recipe.specs import ToolLimits
-from grpo_recipes.run.build import build_trainer
-from grpo_recipes.run.prepare import prepare
 from grpo_recipes.tools.examples import calculator
 from grpo_rewards.registry import build_rewards
 from tests.support.bad_input import ROWS_JSONL, Case
@@ -271,27 +267,6 @@ def test_a_template_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
     ):
         with refused(f"`model_name_or_path`: {tmp_path}", figure, by=RecipeError):
             check_template(recipe, toolset, tokenizer)
-
-
-def test_the_trainer_has_the_limits_of_its_recipe(
-    tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = recipe_with(tool_model, "--tool_limits={result_tokens: 9}", "--per_device_train_batch_size=4")
-    made = build_trainer(prepare(recipe, Machine(1, False)))
-    assert made._tool_turns.limits == ToolLimits(result_tokens=9)
-
-
-def test_a_changed_file_is_read_again(tmp_path: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    values = []
-    monkeypatch.setattr("sys.dont_write_bytecode", False)
-    for value in ("1", "2"):  # Python takes its compiled copy for current if size and second are equal
-        Path("own.py").write_text(f'def one() -> int:\n    """Return a number."""\n    return {value}\n')
-        toolset = load_toolset(recipe_with(tool_model, "--tools=own.py:one"))
-        assert toolset is not None
-        values.append(toolset.tools[0].function())
-    assert values == [1, 2]
 
 
 def test_a_fault_of_an_environment_ends_the_run_with_its_name(

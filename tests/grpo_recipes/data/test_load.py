@@ -24,11 +24,6 @@ def jsonl(tmp_path):
     return write(tmp_path / "rows.jsonl", ROWS)
 
 
-@pytest.fixture
-def silent_hub(monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
-
-
 def questions(dataset):
     return [prompt[-1]["content"] for prompt in dataset["prompt"]]
 
@@ -207,20 +202,17 @@ def test_evaluation_needs_held_out_rows(jsonl, tmp_path):
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("line", "figure"),
-    [
+def test_an_invalid_line_is_reported_with_file_and_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for line, figure in (
         ('{"question": "q"}', "answer None"),
         ('{"problem": "q", "answer": "1"}', "question None"),
         ('{"question": " ", "answer": "1"}', "question ' '"),
         ('{"question": "q", "answer": "so\\n#### "}', "answer"),
-    ],
-)
-def test_an_invalid_line_is_reported_with_file_and_number(tmp_path, line, figure):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n", encoding="utf-8")
-    with refused("rows.jsonl, line 3", figure):
-        load(DatasetSpec("gsm8k", path=str(path)))
+    ):
+        path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n", encoding="utf-8")
+        with refused("rows.jsonl, line 3", figure):
+            load(DatasetSpec("gsm8k", path=str(path)))
 
 
 # Arithmetic

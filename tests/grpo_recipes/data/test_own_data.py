@@ -99,11 +99,6 @@ def test_a_path_that_no_file_has_is_named() -> None:
             loaded(path)
 
 
-@pytest.fixture
-def silent_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
-
-
 def test_a_saved_folder_and_the_hub_have_no_notation(tmp_path: Path) -> None:
     saved = write(tmp_path / "saved", ROWS)
     for path in (saved, "openai/gsm8k"):

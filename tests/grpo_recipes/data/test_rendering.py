@@ -113,9 +113,3 @@ def test_the_oldest_turns_are_dropped_up_to_a_later_question(word_tokenizer):
         spec = DatasetSpec("gsm8k", max_prompt_tokens=limit, overlong_prompts="cut_left")
         made, cut = limit_prompts(as_dataset([turns]), spec, word_tokenizer)
         assert (made[0]["prompt"], cut) == (kept, kept is not turns)
-
-
-def test_messages_need_a_chat_template():
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
-    with refused("`dataset.prompt_format`"):
-        limit_prompts(as_dataset([conversation(1)]), DatasetSpec("gsm8k", max_prompt_tokens=5), bare)

@@ -75,21 +75,6 @@ def test_32_rows_of_the_first_batch_are_compared() -> None:
     assert forwards.compared == [1] * 32
 
 
-def test_a_mismatch_switches_to_transformers_own_loop(caplog: Any) -> None:
-    """Forwards of fewer rows than the batch, which only group decoding has, compute other logits."""
-    model, settings = ending(), Settings(max_new_tokens=8, batch_size=12)
-
-    def damage(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs.get("use_cache") is not False and len(output.logits) < 12:
-            output.logits = output.logits.roll(1, -1)
-
-    model.register_forward_hook(damage, with_kwargs=True)
-    expected, engine = engine_of(model, stock=True)(PROMPTS, settings), engine_of(model)
-    assert engine(PROMPTS, settings) == expected, "the first batch is made again"
-    assert engine.groups.doubt in caplog.text
-    assert len(caplog.messages) == 1, "announced once"
-
-
 @pytest.mark.parametrize(("scale", "is_wrong"), [(1e-6, False), (1e-3, True)])
 def test_one_token_under_another_log_probability_is_a_mismatch(scale: float, is_wrong: bool) -> None:
     """In float32 the largest difference decides."""

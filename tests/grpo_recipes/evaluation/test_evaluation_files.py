@@ -335,12 +335,6 @@ def test_the_rows_are_known_by_the_columns_that_an_evaluation_reads(tmp_path: Pa
         assert found["rows"].keys() == columns
 
 
-def test_secrets_are_not_written(tmp_path: Path) -> None:
-    secret = "hf_" + "a" * 34
-    run(tmp_path / "e", described={"dataset": {"hub_token": secret}})
-    assert secret not in (tmp_path / "e" / "evaluation.json").read_text()
-
-
 # ---- weights
 
 

@@ -43,6 +43,8 @@ def test_several_tables_get_a_folder_each() -> None:
     several = request.on_each(["x/a.jsonl.gz", "b.csv", "y/a.csv", ".jsonl"])
     assert [str(one.output) for one in several] == ["mine/a-0", "mine/b", "mine/a-2", "mine/rows"]
     assert [one.path for one in several] == ["x/a.jsonl.gz", "b.csv", "y/a.csv", ".jsonl"]
+    beside = [one.output for one in Request(model="org/model", samples=2).on_each(["data/easy.csv", "hard.csv"])]
+    assert beside == [Path("runs/evaluations") / f"org--model-{name}-2-samples" for name in ("easy", "hard")]
 
 
 def test_options_of_vllm_need_vllm() -> None:

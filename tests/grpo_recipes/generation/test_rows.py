@@ -158,7 +158,8 @@ def test_a_gradient_is_compared_with_the_largest_entry_of_its_tensor() -> None:
     assert found((1.0, 1.0), (1e-6, 1e-9)) == ""
     assert found((100.0, 100.0), (5e-3, 1e-6)) == "5.0e-02"
     assert found((-1.0, 1.0)) == found((1.0, -1.0)) == "2.0e+00"
-    assert size([torch.zeros(0)], [torch.zeros(0)], is_float32=True) == ""
+    assert size([torch.zeros(0), None], [None, torch.zeros(0)], is_float32=True) == ""
+    assert size([torch.ones(1), None], [None, torch.zeros(1)], is_float32=True)  # not ""
 
 
 def test_16_bit_gradients_are_compared_by_the_norm_over_all_tensors() -> None:

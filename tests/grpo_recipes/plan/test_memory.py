@@ -19,7 +19,6 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from trl import GRPOConfig, ModelConfig
 
-from grpo_recipes.data import hub
 from grpo_recipes.plan.memory import (
     CHANGES,
     GIB,
@@ -39,12 +38,6 @@ from tests.support.errors import refused
 from tests.tools.models import build
 
 STATES = ("parameters", "gradients", "optimizer")
-
-
-@pytest.fixture(autouse=True)
-def without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "hub_answers", lambda: False)
-    monkeypatch.setattr("grpo_recipes.plan.model_shape.hub_answers", lambda: False)
 
 
 def states(run: MemoryPlan) -> tuple[float, ...]:

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 from trl import get_peft_config
 
-from grpo_recipes.data import hub
 from grpo_recipes.plan.memory import GIB, MemoryPlan
 from grpo_recipes.plan.plan import Plan, plan
 from grpo_recipes.recipe.recipe import model_config
@@ -112,12 +111,6 @@ OTHER_LAYERS = [
     Case(LORA_24GB, "lfm2", changes=(*NO_DROPOUT, *WITHOUT, "--dtype", "float32")),
     Case(LORA_24GB, "mamba2", changes=("--use_peft", "false")),  # PEFT adds no LoRA to its projections
 ]
-
-
-@pytest.fixture(autouse=True)
-def without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "hub_answers", lambda: False)
-    monkeypatch.setattr("grpo_recipes.plan.model_shape.hub_answers", lambda: False)
 
 
 def planned(case: Case, folder: Path) -> tuple[Plan, MemoryPlan]:

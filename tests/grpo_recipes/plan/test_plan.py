@@ -15,7 +15,6 @@ from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.cli import main
-from grpo_recipes.data import hub
 from grpo_recipes.plan.memory import keeps_groups_together, longest_prompt
 from grpo_recipes.plan.model_shape import load_model
 from grpo_recipes.plan.plan import Plan, plan, resolved_yaml
@@ -32,10 +31,8 @@ LAYOUTS = sorted(path.stem for path in find_file("accelerate_configs", "cpu").pa
 
 @pytest.fixture(autouse=True)
 def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Disable the hub, and leave the working directory, which may hold a model of the quickstart."""
+    """Leave the working directory, which may hold a model of the quickstart."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "hub_answers", lambda: False)
-    monkeypatch.setattr("grpo_recipes.plan.model_shape.hub_answers", lambda: False)
 
 
 def check_layout(recipe: str, layout: str, rows: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from trl import GRPOTrainer
 
-from grpo_recipes.checks.tokenizer import check_chat_template, end_of_turn, load_tokenizer, stop_ids
+from grpo_recipes.checks.tokenizer import load_tokenizer, stop_ids
 from grpo_recipes.cli import main
-from grpo_recipes.data import rendering, tables
+from grpo_recipes.data import tables
 from grpo_recipes.data.load import load
 from grpo_recipes.data.rendering import token_lengths
 from grpo_recipes.plan.prompts import Lengths, prompt_report
 from grpo_recipes.recipe.dataset import DatasetSpec
-from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.recipe import parse_recipe
 from tests.support import short_runs, tiny
-from tests.support.errors import refused
 
 THINKING = tiny.CHATML + "{% if not enable_thinking %}<think></think>{% endif %}"
 
@@ -70,16 +68,6 @@ def test_plan_shows_a_prompt_and_the_lengths(tmp_path: Path, capsys: pytest.Capt
     }
 
 
-def test_the_limit_of_prompt_tokens_counts_the_output_of_template_options(tmp_path: Path) -> None:
-    recipe = parse_recipe(["--config", write_recipe(tmp_path, save_model(tmp_path / "model", THINKING))])
-    tokenizer, spec = load_tokenizer(recipe), replace(recipe.dataset, max_prompt_tokens=45)
-    kept = {
-        thinking: len(rendering.limit_prompts(load(recipe.dataset), spec, tokenizer, {"enable_thinking": thinking})[0])
-        for thinking in (True, False)
-    }
-    assert kept[True] - kept[False] == 15
-
-
 def test_without_a_tokenizer_the_messages_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, tmp_path / "elsewhere")
     config = save_model(tmp_path / "model") / "config.json"
@@ -89,36 +77,6 @@ def test_without_a_tokenizer_the_messages_are_shown(tmp_path: Path, capsys: pyte
     assert (shown["text"], shown["tokens"], shown["lengths"]) == ("system: Be brief.\nuser: x", None, None)
     assert "`model_name_or_path`" in shown["unknown"]
     assert recipe not in shown["unknown"]
-
-
-@pytest.mark.parametrize(
-    ("template", "ends"),
-    [
-        (tiny.CHATML, "<|im_end|>"),
-        ("{% for m in messages %}{{ m.content }} <|im_start|>{% endfor %}", "<|im_start|>"),
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
-        ("{{ raise_exception('no assistant') }}", None),
-    ],
-)
-def test_the_token_that_ends_a_turn_is_found(template: str, ends: str | None) -> None:
-    tokenizer = tiny.chat_tokenizer(template)
-    found = end_of_turn(tokenizer, {})
-    assert (None if found is None else tokenizer.convert_ids_to_tokens(found)) == ends
-
-
-def test_a_template_whose_turns_do_not_end_where_generation_stops_is_refused(tmp_path: Path) -> None:
-    """For example a base model, which stops at `<|endoftext|>`, with the template of an instruct model."""
-    model = save_model(tmp_path / "model", eos=256, tokenizer_eos="<|im_start|>")
-    recipe = parse_recipe(["--config", write_recipe(tmp_path, model)])
-    tokenizer = load_tokenizer(recipe)
-    with refused("", "`<|im_end|>`", "`<|im_start|>`", by=RecipeError):
-        check_chat_template(recipe, tokenizer, load(recipe.dataset)[0]["prompt"])
-    check_chat_template(recipe, tokenizer, "text is no conversation")
-    # TRL reads both, so either the generation configuration or the tokenizer may be right.
-    for eos, token in ((257, "<|im_start|>"), (256, "<|im_end|>")):
-        folder = save_model(tmp_path / f"right-{eos}", eos=eos, tokenizer_eos=token)
-        right = parse_recipe(["--config", write_recipe(tmp_path, folder)])
-        check_chat_template(right, load_tokenizer(right), load(right.dataset)[0]["prompt"])
 
 
 @pytest.mark.parametrize("eos", [[1, 5, 7], None])

@@ -118,14 +118,6 @@ def test_measured_accuracy_is_shown_with_its_intervals(tmp_path: Path) -> None:
     assert "| after | 400 | 0.750 [0.705, 0.790] | 0.800 [0.760, 0.840] |" in text
 
 
-def test_secrets_are_not_on_a_card(tmp_path: Path) -> None:
-    secret = "hf_abcdefghijklmnopqrst"
-    text = card(tmp_path, arguments=["--hub_token", secret], recipe={"hub_token": secret}).text
-    assert secret not in text
-    assert text.count("hub_token") == 2
-    assert "python -m grpo_recipes.train \n" in card(tmp_path, arguments=None).text
-
-
 def test_the_source_of_the_rows_is_named(tmp_path: Path) -> None:
     mixed = {"path": [{"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": "c.jsonl"}]}
     specs = {"rows.jsonl": {"name": "gsm8k", "path": "rows.jsonl"}, "a.jsonl and 2 more": mixed}

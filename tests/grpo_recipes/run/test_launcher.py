@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from grpo_recipes import cli
 from grpo_recipes.recipe.recipe import RecipeError, find_file
 from grpo_recipes.run import endings, launcher
 from grpo_recipes.run.launcher import ProcessLayout, choose_layout
@@ -30,23 +29,6 @@ def recipe(tmp_path: Path) -> Path:
     policy = launching.build_policy(tmp_path / "policy")
     rows = launching.write_rows(tmp_path / "rows.jsonl", 32)
     return launching.write_recipe(tmp_path / "recipe.yaml", policy, rows, tmp_path / "run")
-
-
-@pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-
-
-@pytest.mark.usefixtures("no_process")
-def test_a_mistake_is_reported_before_a_process_starts(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
-    capsys.readouterr()
-    assert cli.main(["train", str(recipe), "--num_processes", "3", "--num_generations", "16"]) == 2
-    output = capsys.readouterr().err
-    assert "num_generations" in output
-    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -86,23 +86,6 @@ def test_a_resumed_launch_begins_its_log_with_the_entries_of_the_checkpoint(tmp_
     assert (tmp_path / LIVE).exists()
 
 
-def test_a_state_that_is_newer_than_the_log_is_read(tmp_path: Path) -> None:
-    """The log could not be written to its end."""
-    log(tmp_path, range(1, 8)).end(7)
-    save(tmp_path, 8, -2.0, "checkpoint-8")
-    assert Run.read(tmp_path).series("reward").values == [-2.0] * 8
-
-
-def test_an_incomplete_last_line_of_the_log_is_skipped(tmp_path: Path) -> None:
-    log(tmp_path, range(1, 4))
-    with (tmp_path / LIVE).open("a") as file:
-        file.write('{"reward": 1.0, "st')
-    assert Run.read(tmp_path).log.last_step == 3
-    (tmp_path / LIVE).write_text('{"reward": 1.0}\n')
-    with refused("_log.jsonl", "line 1", "`step`", by=RunError):
-        Run.read(tmp_path)
-
-
 def test_a_run_that_has_logged_nothing_says_so(tmp_path: Path) -> None:
     log(tmp_path, range(0))
     with refused(tmp_path, by=RunError):

@@ -5,20 +5,16 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl import GRPOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
 from grpo_recipes.runs import files
 from grpo_recipes.runs.completions import EVALUATION, TRAINING, arguments_of, drop_after, logged, storable
-from grpo_recipes.runs.lock import FolderLost
-from grpo_recipes.training.callbacks import DropLaterCompletions
 from tests.support.errors import refused
 
 
@@ -62,20 +58,6 @@ def test_rows_that_can_not_be_dropped_stop_the_resume(folder: Path, monkeypatch:
     monkeypatch.setattr(Path, "unlink", denied)
     with refused(folder, "step 2", by=files.RunError):
         drop_after(folder, 2)
-
-
-def test_nothing_is_removed_from_a_folder_that_another_launch_has_taken_over(folder: Path) -> None:
-    def lost() -> None:
-        raise FolderLost("another launch has taken it over")
-
-    args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True)
-    saving = SimpleNamespace(check_folder=lost)
-    callback = DropLaterCompletions(SimpleNamespace(args=args, log_completions=True, checkpoints=saving))
-    write(folder, 1, 2, 3)
-    state, control = SimpleNamespace(global_step=1, is_world_process_zero=True), SimpleNamespace()
-    with pytest.raises(FolderLost):
-        callback.on_train_begin(args, state, control)  # type: ignore[arg-type]
-    assert len(names(folder)) == 3
 
 
 # Calls of tools

@@ -95,6 +95,8 @@ def test_one_difference_is_one_clause(
 def test_a_checkpoint_without_an_identity_is_not_compared() -> None:
     found = differences(None, Identity(CONTENT, {"policy": "there"}))
     assert (found.refused, len(found.logged)) == ([], 1)
+    older = {name: value for name, value in CONTENT.items() if name != "chat_template"}
+    assert not differences(older, Identity(CONTENT, {"policy": "there"})).refused, "older ones record no template"
 
 
 # Files

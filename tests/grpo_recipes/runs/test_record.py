@@ -1,17 +1,13 @@
 """Each launch adds an entry to `run.json`, and none is lost."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from grpo_recipes.checks.checks import Machine, check
-from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.record import add_launch, describe_launch, git_revision, read_record, record_of_model
 from grpo_rewards.registry import build_rewards
-from tests.support import launching
 from tests.support.errors import refused
 
 
@@ -86,21 +82,6 @@ def test_the_revision_is_that_of_the_working_directory(tmp_path: Path, monkeypat
     assert git_revision() == git("rev-parse", "HEAD") + "-dirty"
     monkeypatch.setenv("PATH", "")
     assert git_revision() is None, "git is not installed"
-
-
-@pytest.mark.parametrize("spelled", [["--hub_token", "hf_secret"], ["--hub_token=hf_secret"]])
-def test_the_token_for_the_hub_is_not_recorded(tmp_path: Path, spelled: list[str]) -> None:
-    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
-    config = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run")
-    arguments = ["--config", str(config), *spelled]
-    recipe = parse_recipe(arguments)
-    assert recipe.training["hub_token"] == "hf_secret"
-    checked = check(recipe, Machine(1, bf16=False))
-    config = vars(recipe.config)
-    launch = describe_launch(recipe.as_dict(), config, checked.rewards, recipe.arguments)
-    assert "hf_secret" not in json.dumps(launch)
-    assert launch["arguments"][:2] == arguments[:2]
-    assert launch["config"]["max_completion_length"] == config["max_completion_length"]
 
 
 def test_rewards_are_recorded_with_what_they_pay_for(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from grpo_recipes.tools.loop import (
     Values,
     as_call,
     beginning,
+    drop_abandoned,
     read_turn,
     result_text,
 )
@@ -273,6 +274,19 @@ def test_tools_run_in_as_many_turns_as_are_allowed(iterations: int, calling: int
     assert (made, row.ending) == (["add"] * ran, ending)
     assert values.tool_call_count == ran
     assert values.completion_ids == [[8] + [5, 5, 9] * ran]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_environment_with_a_late_call_in_any_turn_is_not_used_again(late: int) -> None:
+    rows = [Row([7], [8], [], RowTools({})) for _ in range(2)]
+    rows[0].turns = [[Result("add", "", timed_out=turn == late)] for turn in range(2)]
+    rows[1].turns = [[Result("add", "3")]]
+    environments, unused = [object(), object()], object()
+    pools: dict[str | None, list[Any]] = {None: [*environments, unused]}
+    drop_abandoned(pools, environments, rows)
+    assert pools == {None: [environments[1], unused]}
+    drop_abandoned(pools, None, rows)
+    assert len(pools[None]) == 2
 
 
 # ---- turns with calls that can't be read

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.tools.loop import Ending, Row, RowTools, drop_abandoned
+from grpo_recipes.tools.loop import Ending, Row, RowTools
 from grpo_recipes.tools.metrics import UNKNOWN, Counts, counts_of, metrics
 from grpo_recipes.tools.run import Result
 from tests.support.tool_rollouts import ADD, BROKEN, UNFIT, play, tool_trainer
@@ -93,15 +93,3 @@ def test_a_trainer_logs_the_metrics_beside_trls(tmp_path: Path) -> None:
     masks = [mask for values in made.loops for mask in values[0]]
     share = 1 - sum(map(sum, masks)) / sum(map(len, masks))
     assert logged["tools/tokens_share"] == pytest.approx(share)
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_an_environment_with_a_late_call_in_any_turn_is_not_used_again(late: int) -> None:
-    results = [Result("add", "", timed_out=turn == late) for turn in range(2)]
-    environments, rows = [object(), object()], [row(results), row([Result("add", "3")])]
-    pools: dict[str | None, list[Any]] = {None: [*environments, object()]}
-    unused = pools[None][2]
-    drop_abandoned(pools, environments, rows)
-    assert pools == {None: [environments[1], unused]}
-    drop_abandoned(pools, None, rows)
-    assert len(pools[None]) == 2

@@ -14,7 +14,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from grpo_recipes.training import adapters
-from grpo_recipes.training.adapters import adapter_dtype_kept, adapter_tensors, gathered, load_adapter, with_its_base
+from grpo_recipes.training.adapters import adapter_tensors, gathered, load_adapter, with_its_base
 from tests.support.errors import refused
 from tests.support.recorded import model
 
@@ -122,16 +122,3 @@ def test_a_base_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         with refused("`reward_model` sft", str(tmp_path / base), "`base_model_name_or_path`") as caught:
             load_adapter("sft", config, arguments(), "reward_model")
         assert "\n" not in str(caught.value)
-
-
-def test_weights_of_a_checkpoint_keep_the_dtype_of_the_adapter(tmp_path: Path) -> None:
-    policy = get_peft_model(model(), LoraConfig(**LORA))
-    policy.save_pretrained(tmp_path / "saved")
-    policy.bfloat16()
-    with adapter_dtype_kept(policy):
-        policy.load_adapter(str(tmp_path / "saved"), "default")
-    assert {tensor.dtype for tensor in adapter_tensors(policy, "default").values()} == {torch.bfloat16}
-    policy.load_adapter(str(tmp_path / "saved"), "again")
-    assert {tensor.dtype for tensor in adapter_tensors(policy, "again").values()} == {torch.float32}
-    with adapter_dtype_kept(full := model()):
-        assert "load_adapter" not in vars(full)

@@ -18,7 +18,6 @@ import grpo_recipes
 from grpo_recipes.recipe.specs import AdvantageRule
 from grpo_recipes.training.advantages import compute_advantages, max_rl
 from tests.support import trainers
-from tests.support.errors import refused
 
 NAN = float("nan")
 
@@ -91,13 +90,6 @@ def test_each_rank_gets_its_rows_and_the_log_those_of_all_ranks(
         found = trainer._generate_with_advantages(["row"] * 4)["advantages"]
         assert found.tolist() == pytest.approx(every[4 * rank : 4 * rank + 4])
         assert list(trainer._logs["advantages"]) == pytest.approx([9.0, 9.0, *every][-(room or 10) :])
-
-
-def test_a_script_gets_the_same_error_as_a_recipe(make_trainer: Any) -> None:
-    with refused("", "`scale_rewards`", "none"):
-        make_trainer(by_tokens, advantages="max_rl")
-    with refused("advantages"):
-        make_trainer(by_tokens, advantages="maxrl", scale_rewards="none")
 
 
 @pytest.fixture

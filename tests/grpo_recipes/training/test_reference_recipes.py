@@ -10,10 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import train
-from grpo_recipes.checks.checks import check_reference
-from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.recipe.specs import ReferenceSpec
-from tests.support.errors import refused
 
 SMALL = [
     *("--use_cpu=true", "--bf16=false", "--dtype=float32", "--gradient_checkpointing=false"),
@@ -101,32 +99,3 @@ def test_the_values_that_a_recipe_may_have() -> None:
     recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-iterative"])
     assert recipe.reference.reset_optimizer_on_sync
     assert ReferenceSpec.parse(recipe.as_dict()["reference"]) == recipe.reference
-
-
-def test_a_misspelled_reference_raises() -> None:
-    for args, place in (
-        (["--reference", "inital"], "`reference.name`"),
-        (["--reference.adaptor", "x"], "`reference.adaptor`"),
-        (["--reference.reset_optimizer_on_sync", "often"], "`reference.reset_optimizer_on_sync`"),
-        (["--reference.adapter", "[3]"], "`reference.adapter`"),
-    ):
-        with refused("lora.yaml", place, by=RecipeError):
-            parsed(*args)
-
-
-@pytest.mark.slow
-def test_an_impossible_reference_raises_before_a_model_is_loaded(
-    lora_run: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    full = [f"--model_name_or_path={tiny_model}", "--use_peft=false"]
-    for args, figures in (
-        ([f"--model_name_or_path={lora_run}"], ["`use_peft`"]),
-        (["--reference", "base", *full], ["`reference`", "`base`"]),
-        (["--reference.adapter", str(tmp_path)], [str(tmp_path), "adapter_config.json"]),
-        (["--sync_ref_model=true", "--beta=0"], ["`beta`", "`sync_ref_model`"]),
-        (["--sync_ref_model=true", "--ref_model_sync_steps=0"], ["`ref_model_sync_steps`", "0"]),
-        (["--reference.reset_optimizer_on_sync", "true"], ["`reference.reset_optimizer_on_sync`", "`sync_ref_model`"]),
-    ):
-        recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora", *args])
-        with refused("", *figures, by=RecipeError):
-            check_reference(recipe)

@@ -18,7 +18,7 @@ from grpo_recipes.data.presets import is_missing
 from grpo_recipes.data.prompts import GOLDS, TRL_ARGUMENTS
 from grpo_recipes.data.tables import sample_of_rows
 from grpo_recipes.process.faults import FaultyRow, RewardFault
-from grpo_rewards.built import BoundReward
+from grpo_rewards.built import BoundReward, Reward
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError, one_line, shortened
@@ -26,9 +26,6 @@ from grpo_rewards.registry import BuiltReward
 from grpo_rewards.reward import BaseReward, TaggedReward
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-
-Reward = Callable[..., Any]
-
 EXCERPT = 60
 ERROR_CHARS = 300
 

@@ -29,9 +29,9 @@ RLAIF_PLACEHOLDER = "空"
 """Text ("empty") that MiniMind's RLAIF files have where the assistant's last turn is to be generated."""
 
 Message = dict[str, Any]
-Turns = list[Message] | str
+Conversation = list[Message] | str
 """Turns that lead to the completion, or the text of a prompt that is not a conversation."""
-Read = Callable[[Mapping[str, Any], object], tuple[Turns, dict[str, Any]]]
+Read = Callable[[Mapping[str, Any], object], tuple[Conversation, dict[str, Any]]]
 """Function from a row's parts and its position (for errors) to the turns and the columns made of the row. A made column
 holds texts or floats, lists of them if the row accepts several answers, or choices with their labels."""
 
@@ -147,12 +147,12 @@ def boxed_answer(answer: str) -> str:
     return extract_answer(answer, "boxed") or answer
 
 
-def _worked(final: Callable[[str], str], row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _worked(final: Callable[[str], str], row: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read a question, and an answer or worked steps of which `final` returns the gold."""
     return user_turn(text_of(row, "question", where)), {"answer": _gold(row, where, final)}
 
 
-def _choice(row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _choice(row: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read a question, its choices, and the label of the right choice, which becomes a letter."""
     question, answer = text_of(row, "question", where), row["answer"]
     own = {part.removeprefix(ONE_CHOICE): value for part, value in row.items() if part.startswith(ONE_CHOICE)}
@@ -209,12 +209,12 @@ def choice_columns(names: Collection[str]) -> list[str]:
     return []
 
 
-def _program(row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _program(row: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read a programming task and its solution."""
     return user_turn(text_of(row, "question", where)), {"answer": text_of(row, "answer", where)}
 
 
-def _labelled(labels: Sequence[str], row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _labelled(labels: Sequence[str], row: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read a text and its label, and name the labels in the prompt. The gold is the label as the recipe spells it."""
     text, label = text_of(row, "text", where), label_text(row["label"])
     known = {folded(name): name for name in labels}
@@ -240,7 +240,7 @@ def label_text(value: Any) -> str:
     return "" if is_missing(value) else str(value).strip()
 
 
-def _extracted(row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _extracted(row: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read a text and the object to extract, which is a JSON object as text or a mapping. The gold is its JSON."""
     text, found = text_of(row, "text", where), gold_object(row["object"])
     if found is None:
@@ -266,7 +266,7 @@ def _without_nulls(value: Any) -> Any:
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
-def _conversation(row: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _conversation(row: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read MiniMind's RLAIF form: the turns of a conversation, with the assistant's last turn left to be generated."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:

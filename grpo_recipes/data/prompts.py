@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data import presets
 from grpo_recipes.data.places import Places, RowName, selected
-from grpo_recipes.data.presets import Preset, Read, Turns
+from grpo_recipes.data.presets import Conversation, Preset, Read
 from grpo_recipes.data.sources import PlacedRows
 from grpo_recipes.data.tables import BATCH, IMAGE_COLUMNS, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS, DatasetSpec
@@ -173,7 +173,9 @@ class _Phrasing:
             yield self._table([self._row(row, start + number, template) for number, row in enumerate(rows)])
             start += len(rows)
 
-    def _row(self, row: Mapping[str, Any], index: int, template: Template | None) -> tuple[Turns, dict[str, Any], int]:
+    def _row(
+        self, row: Mapping[str, Any], index: int, template: Template | None
+    ) -> tuple[Conversation, dict[str, Any], int]:
         """Return the turns, the made columns and the identity of one row."""
         parts = {part: row[column] for part, column in self.reading.columns.items()}
         where = RowName(index, self.places)  # only an error finds the position, which takes a pass over the file
@@ -191,7 +193,7 @@ class _Phrasing:
         # The columns are hashed, not the text: another wording of the template must not move a row to another side.
         return presets.user_turn(content), made, _hash([row.get(column) for column in self.reading.template_columns])
 
-    def _table(self, rows: Sequence[tuple[Turns, dict[str, Any], int]]) -> pa.Table:
+    def _table(self, rows: Sequence[tuple[Conversation, dict[str, Any], int]]) -> pa.Table:
         columns: dict[str, pa.Array] = {}
         if not self.is_unchanged:
             prompts = [prompt_of(turns, self.system, self.is_text) for turns, _, _ in rows]
@@ -203,7 +205,7 @@ class _Phrasing:
         return pa.table(columns)
 
 
-def prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
+def prompt_of(turns: Conversation, system: str | None, is_text: bool) -> Conversation:
     """Return the system prompt, unless the turns begin with their own, and the turns, as messages or as one text."""
     if isinstance(turns, str):
         if is_text and system is None:
@@ -306,16 +308,16 @@ def _has_roles(table: datasets.Dataset) -> bool:
     return not is_turns or kind.value_type.get_field_index("role") >= 0
 
 
-def _no_turns(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _no_turns(parts: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read nothing, because the template reads the row itself."""
     return "", {}
 
 
-def _question(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _question(parts: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     return presets.user_turn(presets.text_of(parts, "question", where)), {}
 
 
-def _given_prompt(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _given_prompt(parts: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     prompt = parts["prompt"]
     if isinstance(prompt, str) and prompt.strip():
         return prompt, {}
@@ -327,7 +329,7 @@ def _given_prompt(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[
     raise UserError(f"`dataset`: {where}", f"it has the prompt {shown(prompt)}", fix)
 
 
-def _answered_prompt(parts: Mapping[str, Any], where: object) -> tuple[Turns, dict[str, Any]]:
+def _answered_prompt(parts: Mapping[str, Any], where: object) -> tuple[Conversation, dict[str, Any]]:
     """Read a conversation, whose last turn is the gold if it is the assistant's."""
     turns, _ = _given_prompt(parts, where)
     if isinstance(turns, str) or turns[-1]["role"] != "assistant":

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from grpo_recipes.data.presets import Turns
+from grpo_recipes.data.presets import Conversation
 from grpo_recipes.data.tables import BATCH
 from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_rewards.errors import UserError, one_line
@@ -79,7 +79,7 @@ def _arguments(
 
 
 def _token_ids(
-    prompts: Sequence[Turns], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+    prompts: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> list[list[int]]:
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]
@@ -89,7 +89,7 @@ def _token_ids(
     return _templated(list(prompts), tokenizer, tokenize=True, return_dict=True, **template_kwargs)["input_ids"]
 
 
-def rendered(prompt: Turns, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
+def rendered(prompt: Conversation, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
     """Return a prompt as the model receives it: messages go through the chat template with the generation prompt."""
     if isinstance(prompt, str):
         return prompt
@@ -151,7 +151,7 @@ def limit_prompts(
         return dataset, 0
     if spec.overlong_prompts == "cut_left":
 
-        def cut(prompt: Turns, environment: str | None) -> Turns:
+        def cut(prompt: Conversation, environment: str | None) -> Conversation:
             return _cut_left(prompt, limit, tokenizer, _arguments(given, tools, environment))
 
         return _with_cut_prompts(dataset, is_overlong, cut), count
@@ -167,7 +167,7 @@ def check_one_fits(lengths: np.ndarray, limit: int) -> None:
 
 
 def _with_cut_prompts(
-    dataset: datasets.Dataset, is_overlong: np.ndarray, cut: Callable[[Turns, str | None], Turns]
+    dataset: datasets.Dataset, is_overlong: np.ndarray, cut: Callable[[Conversation, str | None], Conversation]
 ) -> datasets.Dataset:
     """Return the dataset with the prompts at `is_overlong` (N,) replaced by what `cut` makes of them.
 
@@ -193,8 +193,8 @@ def _with_cut_prompts(
 
 
 def _cut_left(
-    prompt: Turns, limit: int, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> Turns:
+    prompt: Conversation, limit: int, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> Conversation:
     """Drop earlier turns, then leading tokens of the question, until the prompt has at most `limit` tokens."""
     # Cutting may merge tokens at the new beginning, so the length is measured again after each cut.
     while (excess := len(_token_ids([prompt], tokenizer, template_kwargs)[0]) - limit) > 0:

@@ -29,7 +29,7 @@ from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.math.answers import extract_answer
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.math.decimals import Decimal
-from grpo_rewards.registry import Spec
+from grpo_rewards.registry import RewardSpec
 from grpo_rewards.reward import BaseReward, Kind, is_passing, reaches
 from grpo_rewards.terminal import visible
 
@@ -65,7 +65,7 @@ class ThinkFormat(BaseReward):
 # Strict accuracy
 
 
-def strict_rewards(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[BaseReward, ...]:
+def strict_rewards(specs: Sequence[RewardSpec], tags: Tags, *, override_tags: bool = False) -> tuple[BaseReward, ...]:
     """Return the rewards that a strictly right completion must earn in full, sorted, each with standard pay.
 
     These are the recipe's correctness and format rewards with a positive weight. A user's own rewards are skipped,
@@ -92,12 +92,12 @@ def strict_rewards(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = F
     return tuple(sorted(dict.fromkeys(rewards), key=repr))
 
 
-def has_correctness(specs: Sequence[Spec]) -> bool:
+def has_correctness(specs: Sequence[RewardSpec]) -> bool:
     """Return True if a recipe has a correctness reward that can decide strict accuracy."""
     return any(reward.kind == "correctness" for reward in _deciding_rewards(specs, ("think", "answer")))
 
 
-def _deciding_rewards(specs: Sequence[Spec], tags: Tags) -> Iterator[BaseReward]:
+def _deciding_rewards(specs: Sequence[RewardSpec], tags: Tags) -> Iterator[BaseReward]:
     for spec in single_specs(specs):
         name = str(spec.get("name"))
         package, _, attribute = name.rpartition(".")
@@ -110,7 +110,7 @@ def _deciding_rewards(specs: Sequence[Spec], tags: Tags) -> Iterator[BaseReward]
             yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
 
 
-def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
+def single_specs(specs: Iterable[RewardSpec]) -> Iterator[Mapping[str, Any]]:
     """Yield the rewards of a recipe with a positive weight as mappings. A composed reward is replaced by its parts."""
     for spec in specs:
         mapping = {"name": spec} if isinstance(spec, str) else spec
@@ -267,7 +267,7 @@ def _reason(error: BaseException) -> str:
 
 
 def measurable_rewards(
-    specs: Sequence[Spec], row: Mapping[str, Any], samples: int, *, is_trusted: bool
+    specs: Sequence[RewardSpec], row: Mapping[str, Any], samples: int, *, is_trusted: bool
 ) -> tuple[list[MeasuredReward], list[str]]:
     """Return the rewards of a recipe that can be measured, and the others' names with the reasons.
 

@@ -25,13 +25,13 @@ from grpo_recipes.generation.models import base_model, computes_in_float32, unfi
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.generation.verified import FastWay
+from grpo_recipes.tools.loop import Ids
 from grpo_rewards.attention import without_cudnn_attention
 from grpo_rewards.errors import UserError
 
 CHECKED = 32
 """Number of rows of the first batch whose log-probabilities are compared with the model's."""
 
-Ids = list[int]
 logger = logging.getLogger(__name__)
 
 

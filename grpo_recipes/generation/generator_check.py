@@ -64,7 +64,7 @@ FIRST = 4
 EXPLORED = 8
 """Number of rows that are compared at the start of a launch. One row alone would not show what padding changes."""
 
-Completions = Sequence[Sequence[int]]
+TokenRows = Sequence[Sequence[int]]
 
 logger = get_logger(__name__)
 
@@ -133,7 +133,7 @@ class GenerationCheck:
     # ---- the comparisons
 
     def verify(
-        self, prompts: Completions, completions: Completions, recorded: Mapping[int, Tensor], what: str, where: str
+        self, prompts: TokenRows, completions: TokenRows, recorded: Mapping[int, Tensor], what: str, where: str
     ) -> str:
         """Compare `VERIFIED` recorded rows with the policy. Collective, with the same result on every rank.
 
@@ -176,8 +176,8 @@ class GenerationCheck:
 
     def __call__(
         self,
-        prompts: Completions,
-        completions: Completions,
+        prompts: TokenRows,
+        completions: TokenRows,
         recorded: Mapping[int, Tensor] | None,
         reason: str = "the generator gives no log-probabilities",
     ) -> tuple[float, float] | None:
@@ -225,7 +225,7 @@ class GenerationCheck:
         return difference if is_due else None
 
     def of_vllm(
-        self, prompts: Completions, completions: Completions, log_probs: Sequence[Sequence[float | None]]
+        self, prompts: TokenRows, completions: TokenRows, log_probs: Sequence[Sequence[float | None]]
     ) -> tuple[float, float] | None:
         """Compare vLLM's `log_probs`, one per token. Return the same as `__call__`, or None if TRL logs it."""
         every = self.record_every(len(prompts))
@@ -345,7 +345,7 @@ class GenerationCheck:
     # ---- arithmetic
 
     def _evidence(
-        self, prompts: Completions, completions: Completions, recorded: Mapping[int, Tensor], explore: bool = False
+        self, prompts: TokenRows, completions: TokenRows, recorded: Mapping[int, Tensor], explore: bool = False
     ) -> list[Evidence]:
         """Return the evidence of each rank, the same list on every rank, so that all of them stop together.
 

@@ -9,7 +9,7 @@ import torch
 
 from grpo_recipes.process.ranks import on_any_rank
 
-Result = TypeVar("Result")
+Computed = TypeVar("Computed")
 Errors = tuple[type[Exception], ...]
 
 
@@ -73,7 +73,7 @@ class FastWay:
         self.record(doubt)
         return doubt
 
-    def use(self, compute: Callable[[], Result], *, refusals: Errors) -> Result | None:
+    def use(self, compute: Callable[[], Computed], *, refusals: Errors) -> Computed | None:
         """Return the result of the verified fast way, or None if it refuses, from now on, what was not compared."""
         found, error = _caught(compute, refusals, ())
         if error:
@@ -92,7 +92,7 @@ class FastWay:
             self.announce(self.sentence.format(reason))
 
 
-def _caught(function: Callable[[], Result], refusals: Errors, failures: Errors) -> tuple[Result | None, str]:
+def _caught(function: Callable[[], Computed], refusals: Errors, failures: Errors) -> tuple[Computed | None, str]:
     """Return the result of a function and "", or None and the first line of its error."""
     try:
         return function(), ""

@@ -29,7 +29,7 @@ from grpo_recipes.plan.prompts import PromptReport
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
-from grpo_recipes.training.layout_facts import LayoutFacts, MicroBatch, NotMeasured, describe
+from grpo_recipes.training.layout_facts import LayoutFacts, MicroBatchShape, NotMeasured, describe
 from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
@@ -252,10 +252,10 @@ class MemoryPlan:
 
     # ---- Training
 
-    def micro_batch(self) -> MicroBatch:
+    def micro_batch(self) -> MicroBatchShape:
         """Return the micro-batch of the longest prompts and completions."""
         holds_all = self.sharding.split == "none"
-        batch = MicroBatch(
+        batch = MicroBatchShape(
             rows=self.rows,
             prompt=self.prompt_tokens,
             completion=self.config.max_completion_length,
@@ -306,7 +306,7 @@ class MemoryPlan:
         shared = share if self.vllm == "colocate" else 0
         return {"gathered weights": weights, "generation": held, "vLLM's share": shared}
 
-    def _forward(self, rows: int, prompt: int, completion: int) -> MicroBatch:
+    def _forward(self, rows: int, prompt: int, completion: int) -> MicroBatchShape:
         """Return padded rows that run forward without gradients and, as in generation, without autocast."""
         return replace(self.micro_batch().forward(rows, prompt, completion), autocast=False)
 

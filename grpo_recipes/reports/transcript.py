@@ -19,14 +19,14 @@ NAME_CHARACTERS = 80
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which templates put the reasoning of a message."""
 
-Kind = Literal["reasoning", "text", "call", "result", "gap"]
+PartKind = Literal["reasoning", "text", "call", "result", "gap"]
 
 
 @dataclass(frozen=True)
 class TurnPart:
     """Part of a transcript."""
 
-    kind: Kind
+    kind: PartKind
     """`reasoning`, `text` and `call` are the policy's, `result` is a tool's, and `gap` stands for parts left out."""
     turn: int
     """Number of the policy's turn, from 1. A result has the number of the turn that called the tool."""

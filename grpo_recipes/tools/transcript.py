@@ -27,8 +27,7 @@ from typing import Any
 from grpo_recipes.tools.loop import Ids, Message, Parse, Render, Row
 from grpo_rewards.errors import shortened
 
-Key = tuple[int, ...]
-LogProbs = tuple[float, ...]
+TokenKey = tuple[int, ...]
 RenderPrompt = Callable[[Sequence[Message], Sequence[Any]], Ids]
 """Function from the messages of a prompt and the row's tools to the token IDs of the prompt."""
 
@@ -40,11 +39,11 @@ class Turns:
     """Turns of a generation batch: what was sampled in each context."""
 
     def __init__(self) -> None:
-        self.first: list[tuple[Key, Key]] = []
+        self.first: list[tuple[TokenKey, TokenKey]] = []
         """Prompt and sampled tokens of each row of the first call."""
-        self.sampled: dict[Key, Counter[Key]] = {}
+        self.sampled: dict[TokenKey, Counter[TokenKey]] = {}
         """Sampled tokens by their context, and how often they were sampled."""
-        self.log_probs: dict[Key, list[tuple[Key, LogProbs]]] = {}
+        self.log_probs: dict[TokenKey, list[tuple[TokenKey, tuple[float, ...]]]] = {}
         """Sampled tokens and their log-probabilities by their context. Empty if the generator gives none."""
 
     def record(
@@ -62,11 +61,11 @@ class Turns:
         for (context, ids), values in zip(turns, log_probs or (), strict=log_probs is not None):
             self.log_probs.setdefault(context, []).append((ids, tuple(values)))
 
-    def of(self, context: Key) -> list[Key]:
+    def of(self, context: TokenKey) -> list[TokenKey]:
         """Return what was sampled in a context."""
         return list(self.sampled.get(context, ()))
 
-    def continue_from(self, prompt: Key) -> bool:
+    def continue_from(self, prompt: TokenKey) -> bool:
         """Return True if the generator was given a context that begins with a prompt and is longer."""
         return any(len(other) > len(prompt) and other[: len(prompt)] == prompt for other in self.sampled)
 
@@ -78,7 +77,7 @@ class MaskSegment:
     start: int
     stop: int
     is_sampled: bool
-    ids: Key
+    ids: TokenKey
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Transcript:
             start = stop
         return found
 
-    def context(self, place: int) -> Key:
+    def context(self, place: int) -> TokenKey:
         """Return the tokens before a place of the completion."""
         return (*self.prompt, *self.completion[:place])
 
@@ -179,7 +178,7 @@ class Proof:
         """Return the fault of a turn that stands in more rows than it was sampled for, or in fewer, or None."""
         if not self.in_order:
             return None
-        used: dict[Key, Counter[Key]] = {}
+        used: dict[TokenKey, Counter[TokenKey]] = {}
         for row in rows:
             for segment in row.segments():
                 if not segment.is_sampled:
@@ -196,7 +195,7 @@ class Proof:
                 return fault
         return None
 
-    def _unused(self, context: Key, rows: Sequence[Transcript]) -> Fault | None:
+    def _unused(self, context: TokenKey, rows: Sequence[Transcript]) -> Fault | None:
         """Return the fault of the row that ends before a context in which a turn was sampled, or None."""
         for row in rows:
             length = len(row.completion)
@@ -363,7 +362,7 @@ class Proof:
             token = place - len(row.prompt)
         return Fault(row.number, token, what)
 
-    def _wrong_turn(self, row: Transcript, start: int, ids: Key, choices: Sequence[Key]) -> Fault:
+    def _wrong_turn(self, row: Transcript, start: int, ids: TokenKey, choices: Sequence[TokenKey]) -> Fault:
         """Return the fault of tokens that are none of what was sampled in their context."""
         if any(ids in sampled for sampled in self.turns.sampled.values()):
             return Fault(row.number, start, "these tokens were sampled for another row or turn")

@@ -41,7 +41,7 @@ class NotMeasured(RuntimeError):
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatchShape:
     """Micro-batch of a run.
 
     Attributes:
@@ -81,7 +81,7 @@ class MicroBatch:
         # The last token of a prompt is computed once per completion, in place of the completion's own last token.
         return self.prompts * (self.prompt - 1) + self.rows * self.completion
 
-    def forward(self, rows: int, prompt: int, completion: int) -> MicroBatch:
+    def forward(self, rows: int, prompt: int, completion: int) -> MicroBatchShape:
         """Return padded rows of this run that go forward without gradients."""
         padded = replace(self, rows=rows, prompt=prompt, completion=completion, prompts=1, layout=Layout.PADDED)
         return replace(padded, makes_gradients=False, full_kl=False, trains=False)
@@ -124,9 +124,9 @@ class Activations:
                 shapes = tuple((path, weight.shape) for path, weight in layer.named_parameters())
                 kinds.setdefault((type(layer), names[number] if names else "", shapes), []).append(layer)
         self._kinds = list(kinds.values())
-        self._found: dict[MicroBatch, Measured] = {}
+        self._found: dict[MicroBatchShape, Measured] = {}
 
-    def measure(self, batch: MicroBatch) -> Measured:
+    def measure(self, batch: MicroBatchShape) -> Measured:
         """Return the bytes of a micro-batch.
 
         Raises:
@@ -143,7 +143,7 @@ class Activations:
                 logging.disable(logging.NOTSET)
         return self._found[batch]
 
-    def _measured(self, batch: MicroBatch) -> Measured:
+    def _measured(self, batch: MicroBatchShape) -> Measured:
         """Return the bytes of a micro-batch in all layers, from those in two and in three layers of each kind."""
         first = [layer for layers in self._kinds for layer in layers[:2]]
         least = self._run(batch, first)
@@ -161,7 +161,7 @@ class Activations:
                 cache += others * (more.cache - least.cache)
         return Measured(forward, backward, cache)
 
-    def _run(self, batch: MicroBatch, layers: Sequence[nn.Module]) -> Measured:
+    def _run(self, batch: MicroBatchShape, layers: Sequence[nn.Module]) -> Measured:
         """Return the bytes of a micro-batch that runs through `layers` only."""
         with self._skipping(layers):
             self.model.train(batch.trains)
@@ -205,7 +205,7 @@ class Activations:
                 module._modules[name] = all_layers
 
     def _loss(
-        self, batch: MicroBatch, backbone: Callable[[], Any], targets: Tensor, meter: _Meter
+        self, batch: MicroBatchShape, backbone: Callable[[], Any], targets: Tensor, meter: _Meter
     ) -> tuple[Tensor, int]:
         """Return a loss of the log-probabilities of `targets`, (completion tokens,), by TRL's head, and the cache."""
         head, reference = self._base.get_output_embeddings(), None
@@ -227,7 +227,7 @@ class Activations:
                 loss = loss + chunked_divergence.ChunkedDivergenceFunction.apply(*both, 1.0, 1.0)[0].sum()
         return loss, cache
 
-    def _inputs(self, batch: MicroBatch) -> tuple[list[Tensor], Callable[[], Any]]:
+    def _inputs(self, batch: MicroBatchShape) -> tuple[list[Tensor], Callable[[], Any]]:
         """Return the inputs of a micro-batch, and a function that returns the output of the backbone."""
         backbone = cast(Any, self._base.base_model)
         if batch.layout is Layout.PACKED:
@@ -323,7 +323,7 @@ def _note_form(returned: list[int], module: nn.Module, given: Any, output: Any) 
     returned.append(len(output) if isinstance(output, tuple) else 0)
 
 
-def _groups(batch: MicroBatch) -> list[tuple[tuple[int, int], list[tuple[int, int]]]]:
+def _groups(batch: MicroBatchShape) -> list[tuple[tuple[int, int], list[tuple[int, int]]]]:
     """Return the spans of a packed row."""
     groups, end = [], 0
     for number in range(batch.prompts):

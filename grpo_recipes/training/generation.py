@@ -30,10 +30,10 @@ from grpo_recipes.training.trl_patches import continuous_batching, refuse_cast, 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer
 
-Completions = list[list[int]]
-TRLTurn = Callable[[], tuple[Completions, Any]]
+CompletionIds = list[list[int]]
+TRLTurn = Callable[[], tuple[CompletionIds, Any]]
 """TRL's own generation of one turn: completions, and log-probabilities if vLLM generates."""
-Difference = tuple[float, float] | None
+LoggedDifference = tuple[float, float] | None
 """Mean and largest difference from the policy's log-probabilities, or None if it is not logged."""
 
 DROPOUT = "they are sampled with dropout"
@@ -70,7 +70,7 @@ class Generation:
         if trainer.use_transformers_continuous_batching:
             refuse_cast(trainer.model, trainer.args)
 
-    def __call__(self, turn: TRLTurn, prompts: Sequence[Sequence[int]]) -> tuple[Completions, Any, Difference]:
+    def __call__(self, turn: TRLTurn, prompts: Sequence[Sequence[int]]) -> tuple[CompletionIds, Any, LoggedDifference]:
         """Generate one turn and compare it with the policy.
 
         Returns:
@@ -125,7 +125,7 @@ class Generation:
 
     def _generate(
         self, turn: TRLTurn, policy: nn.Module, prompts: Sequence[Sequence[int]], drops: bool
-    ) -> tuple[Completions, Mapping[int, Tensor] | None]:
+    ) -> tuple[CompletionIds, Mapping[int, Tensor] | None]:
         """Return completions of transformers' `generate`, and recorded log-probabilities of some rows, by row.
 
         If the first batch of groups differs from the policy, transformers' own loop generates it again. If the first
@@ -175,7 +175,7 @@ class Generation:
             self.reuse.record(request.not_kept)
         return completions, recorded
 
-    def _run(self, turn: TRLTurn, policy: nn.Module, request: Turn) -> Completions:
+    def _run(self, turn: TRLTurn, policy: nn.Module, request: Turn) -> CompletionIds:
         """Return the completions of TRL's call of `generate`, cut at their stop strings."""
         ends = [] if self.stop is None else [Ends(self.stop)]
         published = self.published.aside(policy, self.trainer.generation_config)

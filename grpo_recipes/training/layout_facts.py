@@ -20,7 +20,7 @@ from trl import GRPOConfig
 
 from grpo_recipes.generation.models import base_model, kept_scores
 from grpo_recipes.recipe.specs import MicroBatching
-from grpo_recipes.training.activations import Activations, Measured, MicroBatch, NotMeasured
+from grpo_recipes.training.activations import Activations, Measured, MicroBatchShape, NotMeasured
 from grpo_recipes.training.full_kl import READS_PADDED_ROWS
 from grpo_recipes.training.layout_rules import FSDP2, ZERO3, Choice, LayoutRules, attention_window, text_config
 from grpo_recipes.training.layout_trial import COMPARED_ROWS, EXTRA_PADDING
@@ -28,7 +28,7 @@ from grpo_recipes.training.micro_batches import asked_layout
 from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.step_plan import MAX_PACKED_SHARE
 
-__all__ = ["LayoutFacts", "MicroBatch", "NotMeasured", "describe"]
+__all__ = ["LayoutFacts", "MicroBatchShape", "NotMeasured", "describe"]
 
 RECORDED = Path(__file__).with_name("model_layouts.json")
 """File with the layout of each model type, written by `make models`."""
@@ -100,7 +100,7 @@ class LayoutFacts:
         name = None if self.layout is None else self.layout.name.lower()
         return {"name": name, "model_type": self.model_type, "reason": self.reason}
 
-    def arranged(self, batch: MicroBatch, group: int) -> MicroBatch:
+    def arranged(self, batch: MicroBatchShape, group: int) -> MicroBatchShape:
         """Return a micro-batch in the expected layout, or in TRL's where the layout is unknown or saves nothing.
 
         Args:
@@ -115,11 +115,11 @@ class LayoutFacts:
         # Training packs no row that is hardly shorter for it.
         return shared if shared.tokens <= MAX_PACKED_SHARE * batch.tokens else batch
 
-    def compared(self, batch: MicroBatch) -> MicroBatch:
+    def compared(self, batch: MicroBatchShape) -> MicroBatchShape:
         """Return the forward pass of padded rows with which the run compares the layout of its first micro-batch."""
         return batch.forward(min(batch.rows, COMPARED_ROWS), batch.prompt + 2 * EXTRA_PADDING, batch.completion)
 
-    def measure(self, batch: MicroBatch) -> Measured:
+    def measure(self, batch: MicroBatchShape) -> Measured:
         """Return the bytes of a micro-batch.
 
         Raises:

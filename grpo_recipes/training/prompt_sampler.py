@@ -42,7 +42,7 @@ from grpo_rewards.errors import UserError
 MEMORY = "prompts.json"
 """File of each checkpoint with the number of zero-variance groups of each prompt."""
 
-Row = Mapping[str, Any]
+DatasetRow = Mapping[str, Any]
 """Row of the training dataset, by column."""
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,9 @@ class PromptSampling(TrainerCallback):
         self.sampler = InformativeSampler(stock, self.spec, quantum, args.world_size)
         return self.sampler
 
-    def generate(self, rows: list[Row], generate: Callable[[list[Row]], dict[str, Any]]) -> dict[str, Any]:
+    def generate(
+        self, rows: list[DatasetRow], generate: Callable[[list[DatasetRow]], dict[str, Any]]
+    ) -> dict[str, Any]:
         """Generate and score the drawn rows of this rank, record which groups had variance, and weight the advantages.
 
         Args:

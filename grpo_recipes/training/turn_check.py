@@ -21,7 +21,7 @@ from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather
 from grpo_recipes.tools.loop import Ids, Message, Row, read_turn
-from grpo_recipes.tools.transcript import Fault, Key, Proof, Transcript, Turns
+from grpo_recipes.tools.transcript import Fault, Proof, TokenKey, Transcript, Turns
 from grpo_recipes.training.tool_turns import tools_of_rows
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class TurnCheck:
         """Number of batches of this launch that were checked."""
         self._turns: Turns | None = None
         self._prompts: Sequence[Sequence[Message]] = ()
-        self._proven: dict[tuple[Key, Key], set[Key]] = {}
+        self._proven: dict[tuple[TokenKey, TokenKey], set[TokenKey]] = {}
         """Masks of the rows that were proven and not yet trained on, by prompt and completion."""
         self._announcer = Announcer(logger.warning)
 
@@ -200,7 +200,9 @@ class TurnCheck:
         return bool(ids) and (ids[-1] in self.trainer.eos_token_ids or bool(self.stop and self.stop.end(ids)))
 
 
-def _training_fault(number: int, batch: Mapping[str, Any], proven: Mapping[tuple[Key, Key], set[Key]]) -> str | None:
+def _training_fault(
+    number: int, batch: Mapping[str, Any], proven: Mapping[tuple[TokenKey, TokenKey], set[TokenKey]]
+) -> str | None:
     """Return the fault of the first row of a micro-batch that was not proven, or None."""
     if "tool_mask" not in batch:
         return f"micro-batch {number} has no mask of tool tokens"

@@ -26,7 +26,7 @@ from grpo_rewards.reward import Kind, Scored, TaggedReward, check_choice
 from grpo_rewards.strict import parse_json
 from grpo_rewards.vocabulary import words_of
 
-Check = Callable[..., bool]
+InstructionCheck = Callable[..., bool]
 """Function of a text and, by keyword, the arguments of an instruction. It returns True if the text follows it."""
 
 
@@ -105,7 +105,7 @@ class Instructions(TaggedReward):
         return f"breaks {', '.join(broken)}", self.pay * share
 
 
-def read_instructions(names: Any, arguments: Any) -> list[tuple[str, Check]]:
+def read_instructions(names: Any, arguments: Any) -> list[tuple[str, InstructionCheck]]:
     """Return the instructions of one row of IFEval's data, each as its name and a check of the text alone.
 
     Args:
@@ -117,7 +117,7 @@ def read_instructions(names: Any, arguments: Any) -> list[tuple[str, Check]]:
     """
     if not _is_list(names) or not _is_list(arguments) or len(names) != len(arguments) or not names:
         raise ValueError("no list of instructions with as many mappings of arguments")
-    instructions: list[tuple[str, Check]] = []
+    instructions: list[tuple[str, InstructionCheck]] = []
     for name, given in zip(names, arguments, strict=True):
         if not isinstance(name, str) or name not in KINDS:
             raise ValueError(f"unknown instruction {name!r}")
@@ -179,14 +179,14 @@ _FORMS: Mapping[Callable[[Any], Any], str] = {
 
 # --- Kinds: one function each, of the text and the arguments of IFEval's data. ---
 
-KINDS: dict[str, tuple[Check, Mapping[str, Callable[[Any], Any]]]] = {}
+KINDS: dict[str, tuple[InstructionCheck, Mapping[str, Callable[[Any], Any]]]] = {}
 """Checks and the readers of their arguments, by IFEval's name of the kind."""
 
 
-def _kind(name: str, **readers: Callable[[Any], Any]) -> Callable[[Check], Check]:
+def _kind(name: str, **readers: Callable[[Any], Any]) -> Callable[[InstructionCheck], InstructionCheck]:
     """Return a decorator that registers a check under IFEval's name, with one reader per argument."""
 
-    def register(check: Check) -> Check:
+    def register(check: InstructionCheck) -> InstructionCheck:
         KINDS[name] = check, readers
         return check
 

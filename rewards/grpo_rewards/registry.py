@@ -81,10 +81,10 @@ _COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
     "gate": ("name", "weight", "alias", "reward", "only_if", "at_least"),
 }
 
-Spec = str | Mapping[str, Any]
+RewardSpec = str | Mapping[str, Any]
 
 
-def spec_parts(spec: Any) -> list[Spec]:
+def spec_parts(spec: Any) -> list[RewardSpec]:
     """Return the specs inside a spec: the parts of a `sum`, the reward and the condition of a `gate`, else none."""
     if not isinstance(spec, Mapping):
         return []
@@ -203,7 +203,7 @@ def _described(error: BaseException) -> str:
 
 
 def build_rewards(
-    specs: Sequence[Spec], *, num_generations: int | None = None, call_factories: bool = True
+    specs: Sequence[RewardSpec], *, num_generations: int | None = None, call_factories: bool = True
 ) -> list[BuiltReward]:
     """Build the rewards of a recipe.
 
@@ -228,7 +228,7 @@ class _Builder:
     num_generations: int | None
     call_factories: bool
 
-    def build_all(self, specs: Sequence[Spec]) -> list[BuiltReward]:
+    def build_all(self, specs: Sequence[RewardSpec]) -> list[BuiltReward]:
         if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
             problem = f"it is {redacted(specs)!r}, not a list of specs"
             raise RewardSpecError("`rewards`", problem, "write `rewards: [gsm8k_correctness]`")
@@ -238,7 +238,7 @@ class _Builder:
                 raise RewardSpecError(f"reward `{name}`", f"{count} have this name", "give all but one an own alias")
         return _with_separate_columns(built)
 
-    def build(self, spec: Spec) -> BuiltReward:
+    def build(self, spec: RewardSpec) -> BuiltReward:
         spec = {"name": spec} if isinstance(spec, str) else spec
         name = spec.get("name") if isinstance(spec, Mapping) else None
         if not isinstance(name, str) or not name:

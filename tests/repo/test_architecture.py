@@ -119,14 +119,13 @@ def test_a_file_of_the_entry_point_imports_few_of_our_modules() -> None:
 
 
 def test_plan_asks_training_in_one_place() -> None:
-    places = []
+    places: list[str | None] = []
     for module, path in modules().items():
         if folder_of(module) == "plan":
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, (ast.Import, ast.ImportFrom)) and "grpo_recipes.training" in ast.unparse(node):
-                    places.append(ast.unparse(node))
-    names = "LayoutFacts, MicroBatch, NotMeasured, describe"
-    assert places == [f"from grpo_recipes.training.layout_facts import {names}"]
+                    places.append(getattr(node, "module", None))
+    assert places == ["grpo_recipes.training.layout_facts"]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from grpo_rewards.built import BuiltReward
 from grpo_rewards.completions import listed_scores, score_value
 from grpo_rewards.composed import leaves
 from grpo_rewards.errors import UserError, one_line, shortened
-from grpo_rewards.registry import Spec, build_rewards
+from grpo_rewards.registry import RewardSpec, build_rewards
 
 # --- Calls and their contract ---
 
@@ -52,7 +52,7 @@ class Failure:
     reason: str
 
 
-Outcome = float | None | Failure
+PayOrFailure = float | None | Failure
 Item = tuple[Question, str]
 """Question and completion."""
 
@@ -74,10 +74,10 @@ class Caller:
     columns: Sequence[str]
     shape: str
     reduced: Sequence[str] = ()
-    known: dict[Item, Outcome] = field(default_factory=dict)
+    known: dict[Item, PayOrFailure] = field(default_factory=dict)
     printed: str = ""
 
-    def scores(self, items: Sequence[Item]) -> list[Outcome]:
+    def scores(self, items: Sequence[Item]) -> list[PayOrFailure]:
         """Return the outcome of each completion. One that was seen before is not scored again."""
         new = list(dict.fromkeys(item for item in items if item not in self.known))
         for start in range(0, len(new), 128):
@@ -108,7 +108,7 @@ class Caller:
     def _shaped(self, text: str, role: str) -> Any:
         return text if self.shape == "text" else [{"role": role, "content": text}]
 
-    def call(self, items: Sequence[Item], batch: Mapping[str, Any] | None = None) -> list[Outcome]:
+    def call(self, items: Sequence[Item], batch: Mapping[str, Any] | None = None) -> list[PayOrFailure]:
         """Return the outcomes of one call. If the whole call fails, each of them is the failure."""
         batch = self.batch(items) if batch is None else batch
         given = {name: batch[name] for name in batch.keys() - untaken(self.reward, batch)}
@@ -126,7 +126,7 @@ class Caller:
             listed = listed_scores(self.reward.name, scores, len(items))
         except ValueError as error:
             return [Failure("count", str(error))] * len(items)
-        outcomes: list[Outcome] = []
+        outcomes: list[PayOrFailure] = []
         for score in listed:
             value = score_value(score)
             is_valid = value is None or math.isfinite(value)
@@ -239,7 +239,9 @@ def _differences(caller: Caller, items: Sequence[Item]) -> list[Broken]:
     return broken
 
 
-def _difference(items: Sequence[Item], one: Sequence[Outcome], other: Sequence[Outcome]) -> tuple[str, str] | None:
+def _difference(
+    items: Sequence[Item], one: Sequence[PayOrFailure], other: Sequence[PayOrFailure]
+) -> tuple[str, str] | None:
     """Return the first completion, and both scores as text, where two calls differ."""
     for (_, text), first, second in zip(items, one, other, strict=False):
         if isinstance(first, Failure) or isinstance(second, Failure):
@@ -496,13 +498,13 @@ def paid_share(pay: float, right: float, wrong: float) -> float:
     return (pay - wrong) / (right - wrong) if right > wrong else float(pay > right)
 
 
-def _mean(outcomes: Sequence[Outcome]) -> float:
+def _mean(outcomes: Sequence[PayOrFailure]) -> float:
     """Return the mean of the scores. A completion without one earns nothing."""
     return statistics.fmean(outcome if isinstance(outcome, float) else 0.0 for outcome in outcomes)
 
 
 def auditor_of(
-    specs: Sequence[Spec],
+    specs: Sequence[RewardSpec],
     rows: Sequence[tuple[int, Mapping[str, Any]]],
     file: object,
     *,

@@ -38,7 +38,7 @@ _NAMES = re.compile(r"(?:\([a-z]\)|[a-zA-Z]|['\"]|[\s,;.])*")
 _NAME = re.compile(r"\([a-z]\)|[a-zA-Z]+|['\"]")
 
 
-class Kind(NamedTuple):
+class AnswerKind(NamedTuple):
     """Kind of an answer, the names of its parts, and the parts."""
 
     name: str
@@ -46,28 +46,28 @@ class Kind(NamedTuple):
     parts: tuple[str, ...]
 
 
-def kind_of(text: str) -> Kind | None:
+def kind_of(text: str) -> AnswerKind | None:
     """Return the kind of an answer that is not one formula, or None for a formula."""
     plain = _SPACING.sub(" ", text).strip().rstrip(".")
     if _MARK.search(plain):
-        return Kind("marked", (), ())
+        return AnswerKind("marked", (), ())
     plain = _TEXT.sub(r" \1 ", plain).strip()
     if time := _TIME.fullmatch(" ".join(plain.split())):
-        return Kind("time", (time[3].lower(),), (time[1], time[2] or "00"))
+        return AnswerKind("time", (time[3].lower(),), (time[1], time[2] or "00"))
     ratio = [part.strip() for part in plain.split(":")]
     if len(ratio) > 2 and all(ratio):
-        return Kind("ratio", (), tuple(ratio))
+        return AnswerKind("ratio", (), tuple(ratio))
     if _RANGE.fullmatch(plain):
-        return Kind("range", (), tuple(re.findall(r"\d+(?:\.\d+)?", plain)))
+        return AnswerKind("range", (), tuple(re.findall(r"\d+(?:\.\d+)?", plain)))
     sizes = [_SIZE.fullmatch(item.strip()) for item in plain.split(",")]
     if len(sizes) > 1 and all(sizes):
-        return Kind("sizes", (), tuple(number for size in sizes if size for number in size.groups()))
+        return AnswerKind("sizes", (), tuple(number for size in sizes if size for number in size.groups()))
     if _CYCLES.fullmatch(plain):
-        return Kind("cycles", (), ())
+        return AnswerKind("cycles", (), ())
     return _quantities(plain)
 
 
-def _quantities(text: str) -> Kind | None:
+def _quantities(text: str) -> AnswerKind | None:
     """Return several numbers with names, by name, or None for any other text."""
     numbers, between = _NUMBER.findall(text), _NUMBER.split(text)
     names = [[word for word in _NAME.findall(part) if word.lower() != "and"] for part in between]
@@ -78,7 +78,7 @@ def _quantities(text: str) -> Kind | None:
         return None
     named = zip(map(_name, names[:-1] if names[0] else names[1:]), numbers, strict=True)
     pairs = sorted(named, key=lambda pair: pair[0])
-    return Kind("quantities", tuple(name for name, _ in pairs), tuple(number for _, number in pairs))
+    return AnswerKind("quantities", tuple(name for name, _ in pairs), tuple(number for _, number in pairs))
 
 
 def _name(words: list[str]) -> str:
@@ -87,7 +87,7 @@ def _name(words: list[str]) -> str:
     return "*".join(stated_units(f"1 {name}")) or name
 
 
-def pairs_of(gold: Kind, answer: Kind | None) -> list[tuple[str, str]] | None:
+def pairs_of(gold: AnswerKind, answer: AnswerKind | None) -> list[tuple[str, str]] | None:
     """Return the pairs of parts that must be equal for an answer to be the gold, or None if it can't be."""
     if answer is None or not gold.parts or gold[:2] != answer[:2] or len(gold.parts) != len(answer.parts):
         return None

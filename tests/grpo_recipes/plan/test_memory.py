@@ -29,7 +29,7 @@ from grpo_recipes.plan.memory import (
 )
 from grpo_recipes.plan.model_shape import MemoryUnknown, ModelShape, RefusedAdapter, load_model
 from grpo_recipes.recipe.recipe import find_file
-from grpo_recipes.training.activations import Activations, Measured, MicroBatch
+from grpo_recipes.training.activations import Activations, Measured, MicroBatchShape
 from grpo_recipes.training.layout_facts import LayoutFacts
 from grpo_recipes.training.packing import Layout
 from grpo_rewards.terminal import Labelled
@@ -69,7 +69,7 @@ def facts_of(activations: Any) -> LayoutFacts:
 class Nothing:
     """Activations of no bytes, for tests of other parts: a measurement takes half a second."""
 
-    def measure(self, batch: MicroBatch) -> Measured:
+    def measure(self, batch: MicroBatchShape) -> Measured:
         return Measured(0, 0, 0)
 
 

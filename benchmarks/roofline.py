@@ -339,7 +339,7 @@ def takes_grouped_heads() -> bool:
 
 def _one_call(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return the attention output of `varlen_attn` as torch 2.12 has it."""
-    form = varlen._Form({"scale": scaling, "window_size": (-1, 0), "enable_gqa": True}, 1)
+    form = varlen._KernelCall({"scale": scaling, "window_size": (-1, 0), "enable_gqa": True}, 1)
     return varlen._attended(form, spans, query, key, value, scaling)
 
 

@@ -183,8 +183,8 @@ def positions(trainer: TRLTrainer) -> float:
     if is_at_server(trainer):
         # TRL asks for `max_completion_length` tokens in every turn, also where fewer are left, and a server refuses a
         # request whose prompt and `max_tokens` exceed its context.
-        client = trainer.vllm_generation.vllm_client
-        context = on_first_rank(lambda: client.get_server_info()["model_config"]["max_model_len"])
+        engine = trainer.vllm_generation  # which has a client on the first rank only
+        context = on_first_rank(lambda: engine.vllm_client.get_server_info()["model_config"]["max_model_len"])
         return context - trainer.max_completion_length + 1
     if trainer.use_vllm:
         return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len

@@ -60,7 +60,7 @@ Half of them have the longest completions of the batch. The others are spread ov
 """
 
 FIRST = 4
-"""Number of batches at the start of a launch that are compared whatever `is_due` returns, on `EXPLORED` rows."""
+"""Number of batches at the start of a launch that are compared even if `is_due` returns False, on `EXPLORED` rows."""
 EXPLORED = 8
 """Number of rows that are compared at the start of a launch. One row alone would not show what padding changes."""
 

@@ -20,7 +20,8 @@ class FastWay:
     a cache that another family of models fills in another order. A wrong result raises no error. The run goes on, and
     learns something else. So nothing fast runs unproven:
 
-    1. Before its first use, the fast way and the stock way compute the same rows, and their results are compared.
+    1. Before anything is trained on or scored by its results, they are compared with those of the stock way on the same
+       rows. Generated tokens are compared with a forward of the model, because two samples differ.
     2. The ranks agree: if the results differ on one of them, no rank uses the fast way.
     3. The conclusion is remembered. A fast way that was refused once stays refused.
     4. A refusal is logged in one sentence with its reason, and the stock way is used.

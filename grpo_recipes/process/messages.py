@@ -41,7 +41,7 @@ class Announcer:
         """Keys of the sentences that were logged."""
 
     def once(self, sentence: str, key: str = "") -> None:
-        """Log a sentence, unless it was logged before, or one with the same key whatever its figures are."""
+        """Log a sentence, unless it was logged before, or another one with the same key."""
         key = key or sentence
         if key not in self.keys:
             self.keys.add(key)

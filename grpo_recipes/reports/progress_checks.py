@@ -22,13 +22,13 @@ GROWTH_LIMIT = 1.25
 GAIN_LIMIT = 0.1
 """Rise of the reward as a share of its highest value below which it does not rise. The noise must exclude more."""
 PLATEAU_NEAR_BEST = 0.8
-"""Share of the highest pay from which on a reward that does not rise is no plateau."""
+"""Share of the highest pay from which on a reward that does not rise is not a plateau."""
 SOLVED_LIMIT = 0.5
 """Share of zero-variance groups in the last quarter of the run from which on they explain a plateau."""
 PLATEAU_SHARE = 0.5
 """Share of the run at its end in which a reward on a plateau does not rise."""
 LATE_RISE_LIMIT = 0.2
-"""Share of the whole rise in the second half of the run from which on a slow rise is no plateau."""
+"""Share of the whole rise in the second half of the run from which on a slow rise is not a plateau."""
 PLATEAU_POINTS = 16
 """Smallest number of logged rewards in which a plateau is looked for."""
 PLATEAU_STEPS = 30
@@ -142,7 +142,7 @@ def _is_flat_reward(run: Run, trained: Series, held_out: Series) -> bool:
 def _is_flat_accuracy(held_out: Series, strict: Sequence[Estimate]) -> bool:
     """Return True if the intervals of strict accuracy exclude a gain.
 
-    A held-out reward that rises, or an accuracy that can't gain as much, is no sign of overfitting.
+    A held-out reward that rises, or an accuracy that can't gain as much, is not a sign of overfitting.
     """
     if len(strict) < 2 or held_out.trend > 0:
         return False

@@ -261,8 +261,10 @@ class _Builder:
         if not isinstance(alias, str):
             raise RewardSpecError(f"reward `{name}`: `alias`", f"it is {alias!r}, not a string", "write a name")
         if getattr(function, "__name__", None) != alias:
-            has_name = _has_field(function, "name")
-            function = replace(function, name=alias) if has_name else with_arguments(function, {}, alias)  # type: ignore[type-var]
+            if _has_field(function, "name"):
+                function = replace(function, name=alias)  # type: ignore[type-var]
+            else:
+                function = with_arguments(function, {}, alias)
         built = with_declarations(function, weight)
         package, _, attribute = name.rpartition(".")
         if declared_kind(built) is None and package.startswith("trl.") and attribute in TRL_REWARDS:
